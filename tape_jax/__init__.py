@@ -1,6 +1,6 @@
 """TAPE, contextualized equivariant positional encoding (Zhu et al., ICML 2025), for JAX.
 
-What is public is here and in the modules beside this file; ``_src`` may change at any time.
+The public API is here and in the modules beside this file; ``_src`` may change at any time.
 """
 
 from tape_jax import adapt, losses, positions, sharding

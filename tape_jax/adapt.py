@@ -1,15 +1,15 @@
-"""Retrofitting a trained RoPE model: TAPE, the rival methods, and files of what was trained.
+"""Adapts a trained RoPE model: TAPE, its baselines, and files of trained parameters.
 
 A method of :data:`METHODS` turns a model and its variables into an adapted model, whose outputs
-are at first the same, and the rules that say which parameters train:
+are the same at first, and rules that say which parameters train:
 
 >>> adapted = adapt(model, variables, "tape", key=key)
 >>> mask = trainable_mask(adapted.model, adapted.rules)
 >>> trainable, frozen = partition(adapted.variables["params"], mask)
 
-Gradients and an optimiser's state are then made for ``trainable`` alone, and :func:`merge` puts the
-two together for the model. :func:`save_adapter` writes what was trained, with a fingerprint of the
-model that it belongs to.
+Then make gradients and an optimiser's state for ``trainable`` only; :func:`merge` puts the two
+together for the model. :func:`save_adapter` writes the trained parameters, with a fingerprint of
+the model that they belong to.
 """
 
 from tape_jax._src.adapt.files import describe_adapter, load_adapter, save_adapter

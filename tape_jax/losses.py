@@ -1,4 +1,4 @@
-"""The loss of a language model without its logits, and what its routers add."""
+"""Language model loss in chunks of logits, and losses that routers and encodings add."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def cross_entropy(
     logit_softcap: float | None = None,
     sharding: Sharding | None = None,
 ) -> Array:
-    """Cross entropy of the logits ``hidden @ kernel``, of which only a chunk exists at a time.
+    """Returns the cross entropy of the logits ``hidden @ kernel``, one chunk of them at a time.
 
-    The backward pass computes each chunk's logits again: a third more operations in this layer for
-    memory that does not grow with the vocabulary times the number of tokens.
+    The backward pass recomputes each chunk's logits. This layer takes a third more operations, but
+    its memory does not grow with the vocabulary times the number of tokens.
 
     Args:
       hidden: what enters the output projection, ``[..., T, D]``
         (``Transformer(...)(tokens, output="hidden")``).
       kernel: of the output projection, ``[D, V]`` (``Transformer.output_kernel``).
-      targets: integers ``[..., T]`` in 0 .. V - 1 or, where the weight is 0, any (such as -100);
-        elsewhere others make the loss and its gradients NaN.
+      targets: integers ``[..., T]`` in 0 .. V - 1; where the weight is 0, any (such as -100).
+        Elsewhere, other values make the loss and its gradients NaN.
       weights: of the tokens, ``[..., T]``; None: 1 each.
       chunk: tokens of each sequence in a chunk; None: as many as ``CHUNK_LOGITS`` allows.
       logit_softcap: bound ``c`` of the logits, which become ``c tanh(logits / c)``
@@ -89,7 +89,7 @@ def cross_entropy(
     kernel = constrain(sharding, kernel, None, "vocab")
 
     def chunks(x: Array) -> Array:
-        """``[..., T, *]`` to ``[chunks, rows, tokens, *]``, where every device has some of each."""
+        """Reshapes ``[..., T, *]`` to ``[chunks, rows, tokens, *]``; devices share each chunk."""
         x = x.reshape(-1, parts, own, *x.shape[len(batch) + 1 :])
         x = jnp.pad(x, [(0, 0), (0, 0), (0, count * size - own), *[(0, 0)] * (x.ndim - 3)])
         return jnp.moveaxis(x.reshape(*x.shape[:2], count, size, *x.shape[3:]), 2, 0)
@@ -122,10 +122,10 @@ def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Arra
       experts: of the model.
 
     Returns:
-      The sum over layers of all losses times their weights, and by its name the mean over layers of
-      each without its weight. ``balance_loss`` is 1 if all experts get the same, more if some get
-      more (Fedus et al. 2021, equations 4 to 6); ``z_loss`` is the mean squared log-sum-exp of the
-      routers' logits (Zoph et al. 2022, equation 5).
+      The weighted sum of all losses over layers, and the unweighted mean of each over layers, by
+      name. ``balance_loss`` is 1 if all experts get the same share, more if some get more (Fedus et
+      al. 2021, equations 4 to 6); ``z_loss`` is the mean squared log-sum-exp of the routers' logits
+      (Zoph et al. 2022, equation 5).
     """
     mapping = isinstance(sown, Mapping)
     require(
@@ -143,12 +143,12 @@ def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Arra
 
 @typed
 def added_by_encoding(model: Transformer, params: Any, progress: Array | float) -> Array | None:
-    """Returns the term that the encoding adds to the loss of a training step, whatever the batch.
+    """Returns the term that the encoding adds to the loss of a training step, for any batch.
 
     Args:
-      model: whose parameters they are.
+      model: the model.
       params: nested dict of the model's parameters.
-      progress: share of the training that is done, 0 at its start and 1 at its end.
+      progress: share of the training done, 0 at its start and 1 at its end.
 
     Returns:
       A scalar, or None if the encoding adds nothing (:meth:`Encoding.loss`).

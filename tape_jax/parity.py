@@ -2,10 +2,9 @@
 
     python -m tape_jax.parity FILE.npz [FILE.npz ...]
 
-For float32 and float64 the largest absolute errors of logits, loss, hidden states, position states
-and gradients are printed, a line each; for files of other authors' encodings, those of every
-recorded output and gradient. Exit code 1: past a tolerance; 2: a file that cannot be
-read.
+It prints the largest absolute errors of logits, loss, hidden states, position states and gradients
+in float32 and float64, one per line; for files of other authors' encodings, those of every
+recorded output and gradient. Exit code 1: a tolerance is exceeded; 2: a file cannot be read.
 """
 
 import sys

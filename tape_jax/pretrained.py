@@ -1,4 +1,4 @@
-"""Checkpoints in the layout of Hugging Face: loading and saving, without transformers.
+"""Loads and saves checkpoints in the Hugging Face layout, without transformers.
 
 A checkpoint is a folder with ``config.json`` and safetensors, in one file or in shards with an
 index. Nothing is downloaded, and pickles are never opened.

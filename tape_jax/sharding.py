@@ -1,7 +1,7 @@
-"""Sharding: logical axes, rules that send them to the axes of a mesh, and meshes.
+"""Sharding: logical axes, rules that map them to mesh axes, and meshes.
 
-The model names the axes of its parameters and activations; ordered rules, plain data that a config
-can hold, say which of them are split over which axes of a mesh of devices:
+The model names the axes of its parameters and activations. Ordered rules say which of them are
+split over which axes of a device mesh; a config can hold the rules as plain data:
 
 | mesh axis | what it splits |
 |---|---|

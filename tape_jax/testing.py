@@ -18,7 +18,7 @@ They are for anyone with an update, an attention, an encoding or a model of thei
 
 Each check calls the function on the inputs and on transformed inputs, takes the transformation back
 from the outputs, and raises :class:`SymmetryError` if the two disagree. Functions are compiled, so
-they must be traceable; whatever they close over takes no part in the transformation.
+they must be traceable; values that they close over are not transformed.
 
 ``in_axes``, ``out_axes``, ``in_states`` and ``out_states`` describe arguments and results as
 ``in_axes`` of :func:`jax.vmap` does: one value for all, or a tree of them (a tuple for several
@@ -65,7 +65,7 @@ Array = jax.Array
 Tree = Any
 Action = Callable[[Any, Any], Any]
 
-# Largest difference allowed by default, for results whose largest value exceeds 1 relative to that.
+# Largest difference allowed by default, relative to the largest value of the result if above 1.
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -73,10 +73,10 @@ class SymmetryError(AssertionError):
     """A symmetry does not hold.
 
     Attributes:
-      symmetry: which one.
+      symmetry: its name.
       where: the output (for causality also the input) that disagrees the most.
-      index: where in it, as indices of the untransformed output.
-      difference: by how much, absolutely; infinite for NaN.
+      index: its place there, as indices of the untransformed output.
+      difference: the absolute difference; infinite for NaN.
       allowed: the bound.
     """
 
@@ -100,7 +100,7 @@ def assert_permutation_equivariant(
     key: Array | None = None,
     tolerance: float | None = None,
 ) -> None:
-    """Asserts that reordering the tokens reorders the results alike, and does nothing else.
+    """Asserts that reordering the tokens only reorders the results in the same way.
 
     Args:
       fn: the function to check.
@@ -109,12 +109,12 @@ def assert_permutation_equivariant(
         ``{-2, -1}``); None for what is not reordered.
       out_axes: the same for the results.
       key: random key of the permutation; None: a fixed one.
-      tolerance: largest difference allowed, for results whose largest value exceeds 1 relative to
-        that; None: by type, :data:`TOLERANCE`.
+      tolerance: largest difference allowed, relative to the largest value of the result if above 1;
+        None: by type, :data:`TOLERANCE`.
 
     Raises:
       SymmetryError: if it does not hold.
-      ValueError: if the axes fit no array, or differ in length.
+      ValueError: if an array lacks its axis, or axes differ in length.
     """
     time = _time(args, in_axes)
     permutation = random_permutation(key, time)
@@ -154,14 +154,14 @@ def assert_phase_equivariant(
 ) -> None:
     """Asserts equivariance of rotary states to one phase per frequency.
 
-    With every state among the arguments multiplied by ``exp(i phase_j)``, which is what
-    :func:`tape_jax.transform` does, the states among the results are multiplied alike and all else
-    stays.
+    If every state among the arguments is multiplied by ``exp(i phase_j)``, as
+    :func:`tape_jax.transform` does, the states among the results must be multiplied alike and all
+    else must stay.
 
     Args:
       fn: the function to check.
       *args: its arguments.
-      in_states: for every argument whether it is a rotary state ``[..., D]``.
+      in_states: whether each argument is a rotary state ``[..., D]``.
       out_states: the same for the results.
       key: random key of the phases; None: fixed ones.
       tolerance: as in :func:`assert_permutation_equivariant`.
@@ -193,14 +193,14 @@ def assert_orthogonal_equivariant(
 ) -> None:
     """Asserts equivariance of tensor states to O(R): to a rotation and to a reflection.
 
-    With every state among the arguments multiplied from the right by one orthogonal matrix
-    (:func:`tape_jax.transform`), the states among the results are multiplied alike and all else
-    stays.
+    If every state among the arguments is multiplied from the right by one orthogonal matrix
+    (:func:`tape_jax.transform`), the states among the results must be multiplied alike and all else
+    must stay.
 
     Args:
       fn: the function to check.
       *args: its arguments.
-      in_states: for every argument whether it is a tensor state ``[..., M, L, R]``.
+      in_states: whether each argument is a tensor state ``[..., M, L, R]``.
       out_states: the same for the results.
       key: random key of the matrices; None: fixed ones.
       tolerance: as in :func:`assert_permutation_equivariant`.
@@ -234,9 +234,9 @@ def assert_shift_invariant(
     """Asserts that moving all positions by a constant changes no result.
 
     Args:
-      fn: the function to check, of positions first, such as the logits of a model.
+      fn: the function to check, such as a model's logits; positions are its first argument.
       positions: ``[..., T]``, or coordinates ``[..., T, n]``.
-      *args: its other arguments, which stay.
+      *args: its other arguments, unchanged.
       shift: the constant; for coordinates it may be one per axis, ``[n]``.
       tolerance: as in :func:`assert_permutation_equivariant`.
 
@@ -268,15 +268,15 @@ def assert_causal(
 ) -> None:
     """Asserts that no result depends on a later token, by value and by gradient.
 
-    By value: every argument with a time axis has its later entries replaced, at every time in turn
-    (floats by normal numbers, integers by others of their own values), and earlier results stay. By
-    gradient: the derivative of a random combination of earlier results by later entries is zero for
-    all floating-point arguments.
+    By value: at every time in turn, later entries of every argument with a time axis are replaced
+    (floats by normal numbers, integers by others of their own values). Earlier results must stay.
+    By gradient: the derivative of a random combination of earlier results with respect to later
+    entries must be zero for all floating-point arguments.
 
     Args:
       fn: the function to check; its floating-point results must be differentiable.
       *args: its arguments.
-      in_axes: the time axis of every argument; None for one that may matter to all times.
+      in_axes: the time axis of every argument; None for one that may affect all times.
       out_axes: the same for the results; None for one that may depend on all times.
       key: random key of the replacements; None: fixed ones.
       tolerance: of values, as in :func:`assert_permutation_equivariant`.
@@ -284,7 +284,7 @@ def assert_causal(
 
     Raises:
       SymmetryError: if it does not hold.
-      ValueError: if the axes fit no array, or differ in length.
+      ValueError: if an array lacks its axis, or axes differ in length.
     """
     leaves, structure = jax.tree.flatten(args)
     axes = _specs("in_axes", in_axes, args)
@@ -294,7 +294,7 @@ def assert_causal(
     time, generator = _time(args, in_axes), generator_of(key)
 
     def timed(out: Tree) -> dict[str, tuple[Any, int]]:
-        """The results that have a time axis, with that axis."""
+        """Returns the results with a time axis, and that axis."""
         entries = zip(_named("output", out).items(), _specs("out_axes", out_axes, out), strict=True)
         return {name: (x, axis) for (name, x), axis in entries if axis is not None}
 
@@ -340,10 +340,10 @@ def _later_gradients(
     time: int,
     generator: np.random.Generator,
 ) -> dict[int, np.ndarray]:
-    """Gradients of random combinations of earlier outputs by later inputs.
+    """Returns gradients of random combinations of earlier outputs by later inputs.
 
     Args:
-      outputs: from inputs to outputs with their time axes.
+      outputs: maps inputs to outputs with their time axes.
       leaves: the inputs.
       axes: their time axes, or None.
       time: the length of these axes.
@@ -426,7 +426,7 @@ def _tolerance(dtype: Any) -> float:
 
 
 def _named(prefix: str, tree: Tree) -> dict[str, Array]:
-    """The arrays of a tree by their places in it, such as ``output[1]``."""
+    """Returns the arrays of a tree by their paths, such as ``output[1]``."""
     return {
         prefix + jax.tree_util.keystr(path): x
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
@@ -434,7 +434,7 @@ def _named(prefix: str, tree: Tree) -> dict[str, Array]:
 
 
 def _specs(what: str, specs: Tree, tree: Tree) -> list[Any]:
-    """Return for every array of ``tree`` its entry in the tree prefix ``specs``."""
+    """Return the entry of every array of ``tree`` in the tree prefix ``specs``."""
     flat: list[Any] = []
 
     def repeat(spec: Any, part: Tree) -> None:
@@ -462,12 +462,12 @@ _transform = jax.jit(algebra.transform)
 
 
 def _transforming(omega: Array) -> Action:
-    """The action of a group element on what is marked as a state."""
+    """Returns the action of a group element on marked states."""
     return lambda x, is_state: _transform(x, omega) if is_state else x
 
 
 def _as_set(axes: Any) -> tuple[Any, ...]:
-    """Return axes that are given as None, one or a set."""
+    """Return axes, given as None, one or a set, as a tuple."""
     if axes is None:
         return ()
     return tuple(axes) if isinstance(axes, set | frozenset) else (axes,)
@@ -477,7 +477,7 @@ def _lengths(what: str, specs: Tree, prefix: str, tree: Tree) -> dict[str, set[i
     """Return the lengths of the axes that ``specs`` names, for each array of ``tree``.
 
     Raises:
-      ValueError: if an axis is no integer, or an array does not have it.
+      ValueError: if an axis is not an integer, or an array lacks it.
     """
     lengths: dict[str, set[int]] = {}
     for (name, x), axes in zip(
@@ -504,7 +504,7 @@ def _check_time(what: str, specs: Tree, prefix: str, tree: Tree, time: int) -> N
 
 
 def _time(args: tuple[Tree, ...], in_axes: Tree) -> int:
-    """The length of the time axes, of which there must be one."""
+    """Returns the one length of the time axes, which must agree."""
     lengths = set[int]().union(*_lengths("in_axes", in_axes, "argument", args).values())
     if len(lengths) != 1:
         raise ValueError(
@@ -518,7 +518,7 @@ def _time(args: tuple[Tree, ...], in_axes: Tree) -> int:
 
 
 def _last_axis(args: tuple[Tree, ...], in_states: Tree) -> int:
-    """The length of the last axis of the states among the arguments, which must agree."""
+    """Returns the length of the states' last axes, which must agree."""
     flags = _specs("in_states", in_states, args)
     leaves = jax.tree.leaves(args)
     sizes = {x.shape[-1] for x, is_state in zip(leaves, flags, strict=True) if is_state}
@@ -535,7 +535,7 @@ def _is_inexact(x: Array) -> bool:
 
 
 def _real_parts(x: Array) -> list[Array]:
-    """Return the real arrays that ``x`` consists of; of integers none."""
+    """Return the real arrays that ``x`` consists of; none for integers."""
     if not _is_inexact(x):
         return []
     return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
@@ -549,7 +549,7 @@ def _before(cut: Any, axis: int, x: Any) -> Any:
 
 
 def _different(x: Array, generator: np.random.Generator) -> np.ndarray:
-    """Normal numbers, or for integers and booleans the next of the values that occur in ``x``."""
+    """Returns normal numbers or, for integers and booleans, the next value that ``x`` has."""
     if jnp.iscomplexobj(x):
         real, imaginary = generator.standard_normal((2, *x.shape))
         return (real + 1j * imaginary).astype(x.dtype)

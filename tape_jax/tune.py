@@ -1,13 +1,13 @@
-"""Measures which implementation of attention is the fastest on this machine, and keeps it.
+"""Measures which attention implementation is the fastest on this machine, and stores it.
 
     python -m tape_jax.tune [--head-dims D ...] [--lengths T ...] [--dtypes NAME ...]
 
-Every implementation that can run here, with its default options, is compared with the reference at
-the shape that is timed, outputs and gradients; one that disagrees is struck off. The others are
-timed in turns, forward and with gradients, in causal calls with a state and without; on a CPU at
-fewer shapes. What is found is kept in the user's cache folder (TAPE_JAX_CACHE names another), from
-where tape_jax.attention takes it with implementation=None. Each case is written as soon as it is
-measured: the same command goes on where it was stopped.
+At each timed shape, outputs and gradients of every implementation that can run here, with its
+default options, are compared with the reference. An implementation that disagrees is excluded. The
+others are timed in turns, forward and with gradients, in causal calls with and without a state; on
+a CPU at fewer shapes. Results are stored in the user's cache folder (TAPE_JAX_CACHE names another),
+where tape_jax.attention reads them with implementation=None. Each case is written as soon as it is
+measured: the same command continues where it stopped.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from tape_jax._src.core.timing import Timing, take_turns
 __all__ = ["Timing", "agree", "assume_device", "forget", "main", "prepare", "take_turns"]
 
 ASSUMED = "nothing is measured for a device that is assumed"
-# Temporary memory that a call may take which :func:`prepare` measures.
+# Temporary memory that a call measured by :func:`prepare` may take.
 MEMORY = 16 * 2.0**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code.
+    """Runs the command; returns the exit code.
 
     Args:
       argv: the arguments after the program's name; None: those of this process.
@@ -50,15 +50,15 @@ def prepare(
     seconds: float = 60.0,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Measures causal calls of one shape, with a state and without, unless they are known.
+    """Measures causal calls of one shape, with and without a state, unless they are known.
 
-    Known is a shape of this head dimension whose length is within a factor of two. Calls from
-    several processes on one machine wait for the one that measures.
+    A shape is known if one of its head dimension and a length within a factor of two was measured.
+    Calls from several processes on one machine wait for the one that measures.
 
     Args:
       head_dim, length, dtype, batch, num_heads, num_kv_heads: of the call on one device.
-      seconds: after which nothing new is begun.
-      report: called with a sentence about what is done, and about a file that cannot be written.
+      seconds: time after which nothing new begins.
+      report: called with a sentence about progress, and about a file that cannot be written.
     """
     from tape_jax._src.attention.tuning import measure, records
 
@@ -95,10 +95,10 @@ def prepare(
 def assume_device(
     compute_capability: tuple[int, int] | None = None, *, tpu: bool = False
 ) -> Iterator[None]:
-    """Chooses implementations inside as on another device, for compilation ahead of time.
+    """Chooses implementations as on another device, for ahead-of-time compilation.
 
-    What jax itself says of its backend is for the caller to change. What was measured on this
-    machine is left out.
+    The caller must change what jax itself reports as its backend. Measurements of this machine are
+    ignored.
 
     Args:
       compute_capability: of an NVIDIA GPU; None: there is none.
@@ -113,7 +113,7 @@ def assume_device(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "compute_capability", new=capability))
-        # What was measured here says nothing of another device.
+        # Measurements here say nothing about another device.
         stack.enter_context(mock.patch.object(records, "known", return_value=({}, ASSUMED)))
         if tpu:
             splash = vendor_splash.Splash

@@ -1,8 +1,8 @@
 """The command line: ``python -m train.main COMMAND ...``.
 
 A command is a module with a docstring and two functions, ``configure(parser)`` and ``run(args)``,
-and one line in ``COMMANDS``. It imports what takes long, such as jax, in ``run``: whatever is wrong
-with the arguments is said before. A command that calls ``parser.set_defaults(overrides=())`` also
+and one line in ``COMMANDS``. It imports slow modules, such as jax, in ``run``, so that errors in
+the arguments are reported first. A command that calls ``parser.set_defaults(overrides=())`` also
 takes ``--config.a.b=value`` options, which it finds in ``args.overrides``.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Nothing that takes long to load: it waits until the arguments are right.
+# Nothing here is slow to load: slow imports wait until the arguments are checked.
 from train.checks import nearest
 from train.process import keep_freed_memory, keep_programs
 from train.training.signals import Stopped
@@ -38,7 +38,7 @@ COMMANDS = {
 
 USER_ERROR = 2
 
-# Fields of a config for which an option is often looked for.
+# Fields of a config that users often look for as options.
 FIELDS = {
     "--encoding": "--config.model.position.kind",
     "--position": "--config.model.position.kind",
@@ -55,7 +55,7 @@ def main(
 
     Args:
       argv: the arguments after the program's name; None: those of this process.
-      commands: module and summary of each command by its name.
+      commands: module and summary of each command, by name.
       program: the module that was called.
 
     Returns:
@@ -67,7 +67,7 @@ def main(
     try:
         code = _exit_code(argv, commands, program)
     except Exception:
-        # An error of ours. The other processes must not wait for this one, which waits for them.
+        # A bug of ours. The other processes must not wait for this one, which waits for them.
         if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
             traceback.print_exc()
             _leave(1)
@@ -77,7 +77,7 @@ def main(
 
 
 def _leave(code: int) -> None:
-    """Ends a process that has failed beside others at once: they wait for its end otherwise."""
+    """Ends a failed process at once if it is one of several, which would wait for it."""
     if code and "jax" in sys.modules:
         from train.training import distributed
 
@@ -105,7 +105,7 @@ def _exit_code(argv: list[str], commands: Mapping[str, tuple[str, str]], program
         _report(_too_large(error), debug)
         return USER_ERROR
     except (ValueError, OSError, RuntimeError) as error:
-        # An OSError that says so is of a full disk.
+        # An OSError with this text means a full disk.
         if "RESOURCE_EXHAUSTED" in _first_line(error) and not isinstance(error, OSError):
             _report(_too_large(error), debug)
             return USER_ERROR
@@ -118,7 +118,7 @@ def _exit_code(argv: list[str], commands: Mapping[str, tuple[str, str]], program
 
 
 def _peer_lost(error: Exception) -> int | None:
-    """The exit code if an error means that another process of a training is gone; says so."""
+    """Reports and returns the exit code if an error means that another process is gone."""
     if "jax" not in sys.modules:
         return None
     from train.training import distributed
@@ -135,7 +135,7 @@ def _peer_lost(error: Exception) -> int | None:
 
 
 def _too_large(error: Exception) -> str:
-    """Returns the message for an error of too little memory."""
+    """Returns the message for an out-of-memory error."""
     return (
         "what is asked for does not fit into this machine: give fewer or smaller numbers "
         f"({type(error).__name__}: {_first_line(error)}); --debug shows where"
@@ -150,7 +150,7 @@ def _report(error: Exception | str, debug: bool) -> None:
 
 
 def without_environment(error: ModuleNotFoundError) -> str:
-    """Returns advice, in one line, for a module that is missing."""
+    """Returns one line of advice for a missing module."""
     made = ".venv/.ready"
     if not Path(made).exists():
         advice = f"`make {made}` sets up an environment that has it; then call .venv/bin/python"
@@ -201,7 +201,7 @@ def _run(
 def _check_options(
     command: str, parser: argparse.ArgumentParser, argv: Sequence[str], *, takes_config: bool
 ) -> None:
-    """Raises ValueError for an option that a command does not have; it names the nearest one."""
+    """Raises ValueError for an option that a command does not have, naming the nearest one."""
     known = re.findall(r"--[a-z][a-z-]*", parser.format_help())
     for argument in argv:
         name = argument.partition("=")[0]
@@ -215,7 +215,7 @@ def _check_options(
 
 
 def _help_config(argv: Sequence[str]) -> str:
-    """The fields that ``--config.a.b=value`` can change, for the config file or run of a call."""
+    """Lists the fields that ``--config.a.b=value`` can change for a call's config or run."""
     from train import experiment
 
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -226,13 +226,13 @@ def _help_config(argv: Sequence[str]) -> str:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Lets libraries log that something failed, but not where: the error will be reported."""
+    """Removes the traceback from a library's log record: the error is reported later."""
     record.exc_info = record.exc_text = None
     return True
 
 
 def _one_line(failure: Any) -> None:
-    """Says what went wrong in a thread of a library, or while the program ends."""
+    """Prints an error in a library's thread, or during exit, as one line."""
     print(f"error beside another: {failure.exc_value}", file=sys.stderr)
 
 
@@ -248,7 +248,7 @@ def _overview(commands: Mapping[str, tuple[str, str]], program: str) -> str:
 
 
 def quiet() -> None:
-    """Lets errors of libraries be one line each, unless ``--debug`` is given."""
+    """Shortens each library error to one line, unless ``--debug`` is given."""
     if "--debug" not in sys.argv:
         logging.getLogger("absl").addFilter(_without_traceback)
         threading.excepthook = sys.unraisablehook = _one_line

@@ -1,4 +1,4 @@
 """The commands of ``python -m train.main``, one file each.
 
-They import what takes long in ``run``, so that arguments are answered at once.
+They import slow modules in ``run``, so that wrong arguments fail at once.
 """

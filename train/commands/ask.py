@@ -1,9 +1,9 @@
-"""Asks a trained model questions of its task, such as "407+85" of sums.
+"""Asks a trained model questions of its task, such as "407+85" for sums.
 
 python -m train.main ask --run=runs/x "407+85"
 python -m train.main ask --model=docs/play/models/tape.js "m c x a k +2 c?"
 
-A run answers with its newest checkpoint.
+A run uses its newest checkpoint.
 """
 
 from __future__ import annotations

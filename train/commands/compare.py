@@ -1,4 +1,4 @@
-"""Trains several encodings, or adapts a model by several methods, alike, and compares them.
+"""Compares several encodings, or methods that adapt a model, with equal training.
 
   python -m train.main compare --config=configs/addition_demo.py --run=runs/addition_demo \\
       --encodings=tape,rope
@@ -8,13 +8,13 @@
       --variants=all --sweep train.learning_rate=1e-3,3e-3
 
 Options follow a name, and go to the part that has them: --encodings=rope+alibi,fox+alibi:bias=5.0.
-Names with + among methods are encodings put in place: --methods=tape,rope+alibi:slopes=fixed
+A method name with + is an encoding put in place: --methods=tape,rope+alibi:slopes=fixed
 
-Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
-again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
-pictures, and report.json. With --sweep, every value is tried with the first seed, and each rival is
-compared with the one that is best in a validation apart from the test. All are asked a suite as
-well by --suite=ruler:lengths=512,2048:form=short and other options of eval.
+Steps, data and seeds are equal. Each training gets its own run inside the run folder. If you call
+the command again, it keeps finished runs and continues unfinished ones. It writes report.md, with
+pictures, and report.json beside them. --sweep tries every value with the first seed. Each rival is
+then compared at its best value in a validation apart from the test. To ask all models a suite, use
+--suite=ruler:lengths=512,2048:form=short and other options of eval.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains and evaluates what is missing, then writes and prints the report."""
-    # Trainings share a GPU with one another, and with this process. Said before jax is loaded.
+    """Trains and evaluates the missing runs, then writes and prints the report."""
+    # Trainings share a GPU with one another and with this process. Set before jax is loaded.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from train.checks import require
     from train.compare import suites, sweep
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def chosen(args: argparse.Namespace) -> tuple[Choice, list[str]]:
-    """Returns the :class:`Choice` that the options make, and the names to compare."""
+    """Returns the :class:`Choice` made from the options, and the names to compare."""
     from train.compare import sweep
     from train.compare.jobs import ENCODINGS, METHODS, Choice
 
@@ -131,5 +131,5 @@ def chosen(args: argparse.Namespace) -> tuple[Choice, list[str]]:
 
 
 def _without_pictures(text: str) -> str:
-    """Markdown without its images, for a terminal."""
+    """Removes images from Markdown, for a terminal."""
     return re.sub(r"!\[[^]]*\]\([^)]*\)", "", text).strip()

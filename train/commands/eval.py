@@ -1,18 +1,18 @@
-"""Evaluates the newest checkpoint of a run, and writes what comes out into it.
+"""Evaluates the newest checkpoint of a run and writes the result into it.
 
 Files: evaluation.json, evaluation.txt, and the figures and files of the task.
 
 python -m train.main eval --run=runs/x --config.evaluation.longest=12
 python -m train.main eval --run=runs/x --suite=ruler --lengths 4096 8192
 
-With --cut-updates the position encoding is as before training, so that states of TAPE stay at their
-start; what comes out is printed, and not written.
+With --cut-updates the position encoding is as before training, so that TAPE's states stay at their
+start. The result is printed, not written.
 
-With --suite, questions that others ask, too, take the place of the task's own; the files are
-evaluation_SUITE.*. An evaluation that was stopped goes on where it was.
+With --suite, the questions of a public benchmark replace the task's own; the files are
+evaluation_SUITE.*. An evaluation that was stopped continues from there.
 
-It runs on the mesh of the run, as far as the devices of this machine fit it, else on the first of
-them. Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequences are not split.
+It runs on the mesh of the run if the devices of this machine fit it, else on the first device.
+Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequences are not split.
 """
 
 from __future__ import annotations

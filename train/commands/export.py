@@ -2,8 +2,8 @@
 
 python -m train.main export --run=runs/lora --out=llama-2-7b-longer/
 
-Low-rank terms are added to their kernels. What Llama has no place for, TAPE for one, is an error:
-for that there is adapter.safetensors in the run.
+Low-rank terms are added to their kernels. Parts that Llama does not have, such as TAPE, are an
+error: use adapter.safetensors in the run instead.
 """
 
 from __future__ import annotations

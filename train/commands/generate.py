@@ -4,7 +4,7 @@
   python -m train.main generate --model=llama/ --adapter=tape.safetensors --prompt "Once" \\
       --temperature=0.8 --top-p=0.95 --seed=1
 
-A single prompt is continued before your eyes, several together, as one batch.
+A single prompt is streamed to you; several are continued as one batch.
 """
 
 from __future__ import annotations
@@ -98,6 +98,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _until(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of ``stops``."""
+    """Cuts text before the first of ``stops``."""
     ends = [text.index(stop) for stop in stops if stop in text]
     return text[: min(ends, default=len(text))]

@@ -1,4 +1,4 @@
-"""Draws what goes on inside a trained model, and lists the tokens that move their states most.
+"""Draws the inside of a trained model, and lists the tokens whose states move most.
 
   python -m train.main inspect --run=runs/x [--prompt "407+85"]
 
@@ -7,7 +7,7 @@ Pictures, in the folder inside/ of the run unless --out says otherwise:
   attention.png  attention maps by head and layer
   drift.png      norms and phases of the states by layer
   moves.png      how far each layer moves each token's state
-  pointing.png   of addressing: what questions attend to, and what their states are most like
+  pointing.png   for addressing: what questions attend to, and what their states are most like
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the pictures, and prints the tokens whose states move most."""
+    """Writes the pictures and prints the tokens whose states move most."""
     import numpy as np
 
     from train.analysis import inspection

@@ -1,17 +1,17 @@
-"""Says what a training step would take on a machine that is not here, and which mesh fits best.
+"""Predicts the cost of a training step on a machine you do not have, and the best mesh.
 
   python -m train.main plan --config=configs/c4_pretrain.py --topology=v5e:8x8
   python -m train.main plan --config=configs/c4_pretrain.py --topology=h100:4x8 \\
       --mesh fsdp=8,data=4 --mesh fsdp=32
   python -m train.main plan --pretrained=checkpoints/llama-2-7b --mesh fsdp=8
 
-The real step is compiled for that machine: needs libtpu, or the CUDA plugin (see
-train/analysis/ahead_of_time.py). Memory and collectives are the compiler's; times are what the
-chips' data sheets allow at best. Nothing is run. Topologies: v4, v5e, v5p, v6e with the shape of a
+The real step is compiled for that machine, which needs libtpu or the CUDA plugin (see
+train/analysis/ahead_of_time.py). Memory and collectives come from the compiler; times are the best
+that the chips' data sheets allow. Nothing is run. Topologies: v4, v5e, v5p, v6e with the shape of a
 slice; a100, h100, h200 with GPUs of one host, or hosts x GPUs.
 
-Of a Hugging Face folder it says where each parameter goes, and the bytes on each device of a mesh.
-No tensor is read, and no compiler is needed.
+For a Hugging Face folder it lists where each parameter goes, and the bytes on each device of a
+mesh. This reads no tensor and needs no compiler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the plan of each mesh and the best in detail, or where a folder's parameters go."""
+    """Prints each mesh's plan and the best in detail, or where a folder's parameters go."""
     import jax
 
     from train import experiment
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plan_folder(args: argparse.Namespace) -> None:
-    """Prints where the parameters of a folder go, for each mesh."""
+    """Prints where a folder's parameters go, for each mesh."""
     from tape_jax import Transformer
     from tape_jax.pretrained import pretrained_config
     from tape_jax.sharding import MESH_AXES
@@ -89,7 +89,7 @@ def plan_folder(args: argparse.Namespace) -> None:
 
 
 def parse_mesh(text: str) -> ShardingConfig:
-    """A mesh such as ``fsdp=8,tensor=4``."""
+    """Parses a mesh such as ``fsdp=8,tensor=4``."""
     from tape_jax.sharding import MESH_AXES, ShardingConfig
     from train.checks import choose, require
 

@@ -1,4 +1,4 @@
-"""Judges a file of SCROLLS predictions, {id: prediction}, by the benchmark's own metrics.
+"""Scores a file of SCROLLS predictions, {id: prediction}, with the benchmark's own metrics.
 
 python -m train.main score --data=scrolls --subset=qasper --predictions=runs/x/predictions.json
 """

@@ -3,15 +3,15 @@
   python -m train.main train --config=configs/addition_demo.py --run=runs/x
   python -m train.main train --run=runs/x --resume [--config.train.steps=6000]
 
---config with --resume starts the run if it is not there yet: one command for a scheduler. Any field
-can be changed (--help-config lists them): --config.model.position.kind=rope; with --resume, those
-on which nothing depends that is trained. With --config.adapt.base=FOLDER a trained model is adapted
-by --config.adapt.method. Ctrl-C or SIGTERM saves before leaving, a second Ctrl-C does not. On a GPU
-or TPU where nothing like it was measured, attention is measured first, for a minute (--no-tune).
+--config with --resume starts the run if it does not exist yet: one command for a scheduler. You can
+change any field (--help-config lists them): --config.model.position.kind=rope; with --resume, only
+fields that no trained value depends on. --config.adapt.base=FOLDER adapts a trained model by
+--config.adapt.method. Ctrl-C or SIGTERM saves before leaving, a second Ctrl-C does not. On a GPU or
+TPU without similar measurements, attention is measured first, for a minute (--no-tune).
 
 All devices: --config.sharding.data=-1 (each has all parameters) or --config.sharding.fsdp=-1 (each
-has its part); also tensor and sequence. Several hosts: the same command on each, with --distributed
-where SLURM, Open MPI, Kubernetes or a TPU pod tell each process its place, or with
+has its part); also tensor and sequence. Several hosts: run the same command on each, with
+--distributed if SLURM, Open MPI, Kubernetes or a TPU pod tell each process its place, or with
 --distributed=HOST:PORT,PROCESSES,INDEX.
 """
 
@@ -60,8 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains the run, and then does what the options say: evaluates, asks a suite, validates."""
-    begun = time.monotonic()  # What is imported below takes its time, too.
+    """Trains the run, then evaluates it, asks a suite and validates, as the options say."""
+    begun = time.monotonic()  # The imports below take time, too.
     if args.config is None and not args.resume:
         raise ValueError("train: give --config=FILE, or --resume a run")
     steps = parse_steps(args.profile)
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _judge(args: argparse.Namespace, evaluation: Any, suite: Any) -> None:
-    """Evaluates the trained run, asks it a suite and validates it, as far as the options say."""
+    """Evaluates the trained run, asks it a suite and validates it, as the options say."""
     if args.evaluate:
         from train.compare.evaluations import evaluate
 
@@ -119,7 +119,7 @@ def _judge(args: argparse.Namespace, evaluation: Any, suite: Any) -> None:
 
 
 def parse_steps(text: str | None) -> range | None:
-    """The steps ``FIRST:STOP``."""
+    """Parses the steps ``FIRST:STOP``."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", text)

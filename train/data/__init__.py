@@ -1,1 +1,1 @@
-"""Bytes and tokens in: sources, tokenizers, tokens on disk, packing, streams that are computed."""
+"""Input data: sources, tokenizers, tokens on disk, packing, and computed streams."""

@@ -1,8 +1,8 @@
-"""The rule that holds things out of training: a hash of what is asked, and of nothing else.
+"""Holds data out of training by a hash of the data itself and nothing else.
 
-So every seed, length and model shares it. Which hash is part of a task's definition: with another
-one, models on record would be asked what they were trained on. There is therefore one for each kind
-of thing, and no more: rows of symbols, of which millions are drawn; keys of passkeys; documents.
+Every seed, length and model therefore shares the held-out part. The hash is part of a task's
+definition: with another, existing models would be asked about their training data. There is exactly
+one for each kind of data: rows of symbols (millions are drawn), keys of passkeys, and documents.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ONE_IN = 10
 
 
 def symbols(rows: np.ndarray) -> np.ndarray:
-    """Returns whether the symbols [A, B, W] at each place of B are in the held-out tenth: bool [B].
+    """Returns whether each of B questions, symbols [A, B, W], is in the held-out tenth: bool [B].
 
     Neither the order of the A rows nor zeros at the end of a row matter.
     """
@@ -24,12 +24,12 @@ def symbols(rows: np.ndarray) -> np.ndarray:
 
 
 def key(number: int) -> bool:
-    """Returns whether a number that is hidden in a text is in the tenth that is held out."""
+    """Returns whether a number hidden in a text is in the held-out tenth."""
     return zlib.crc32(str(number).encode()) % ONE_IN == 0
 
 
 def document(name: bytes | np.ndarray, share: float) -> bool:
-    """Returns whether the document of this name is among the ``share`` that is held out."""
+    """Returns whether the document of this name is in the held-out ``share``."""
     content = name if isinstance(name, bytes) else name.data
     number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
     return number < share * 2**64

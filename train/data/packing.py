@@ -1,8 +1,8 @@
 """Fixed-length sequences from a stream of documents.
 
-``concatenated``: the stream is cut every T tokens, whatever it holds there; every token but the
-first is a target once. ``documents``: as many whole documents as fit, in the order of the stream;
-longer ones are cut every T tokens. The tokens of a document then see only each other: each has a
+``concatenated``: the stream is cut every T tokens, regardless of its content; every token except
+the first is a target once. ``documents``: as many whole documents as fit, in stream order; longer
+ones are cut every T tokens. A document's tokens then see only each other: each document has a
 segment id, and positions that start at 0.
 """
 
@@ -27,7 +27,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """The sequences of a stream, in order.
+    """The packed sequences of a stream.
 
     Attributes:
       stream: the documents.
@@ -87,7 +87,7 @@ class Packed:
         }
 
     def _document_starts(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Marks where documents start inside rows, but for the first token: bool [B, T + 1]."""
+        """Marks document starts inside rows, except the first token: bool [B, T + 1]."""
         offsets = self.stream.offsets
         low = np.searchsorted(offsets, starts, side="right")
         counts = np.searchsorted(offsets, starts + sizes, side="left") - low
@@ -102,9 +102,9 @@ def pack(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns where the sequences of packed documents start and stop in the stream.
 
     A document of more than ``length + 1`` tokens is cut into pieces that begin every ``length``
-    tokens, so that the last token of one, a target, is the first input of the next. A sequence
-    takes pieces, in order, as long as they fit into ``length + 1`` tokens. One without any target,
-    of single tokens, is left out.
+    tokens. The last token of a piece, a target, is thus the first input of the next. A sequence
+    takes pieces, in order, as long as they fit into ``length + 1`` tokens. A sequence of single
+    tokens has no target and is left out.
 
     Args:
       offsets: int64 [documents + 1].
@@ -128,7 +128,7 @@ def pack(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     first = np.array(rows, np.int64)
     last = np.append(first[1:], len(starts))[: len(first)]
     begin, end = starts[first], stops[last - 1]
-    # The first token of a piece is no target.
+    # A piece's first token is not a target.
     useful = end - begin > last - first
     return begin[useful], end[useful]
 
@@ -136,14 +136,14 @@ def pack(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 def endless_batches(
     open_text: Callable[[], Packed], shuffle: bool, seed: int, batch_size: int, *share: int
 ) -> grain.IterDataset:
-    """The endless stream of batches of a text: :func:`train.data.synthetic.dataset`.
+    """Returns an endless stream of a text's batches: :func:`train.data.synthetic.dataset`.
 
-    The sequences come in a pseudo-random order, another one in each pass. The iterator knows its
-    text (:class:`train.data.synthetic.OfOneText`).
+    The sequences have a pseudo-random order, different in each pass. The iterator knows its text
+    (:class:`train.data.synthetic.OfOneText`).
 
     Args:
       open_text: gives the sequences; called once, after the other arguments have been checked.
-      shuffle: whether the order is pseudo-random, rather than that of the text.
+      shuffle: whether the order is pseudo-random, rather than the text's.
       seed: of the order.
       batch_size: examples of one training step, of all processes together.
       share: index and number of processes.

@@ -3,7 +3,7 @@
 A source is named by a string:
 
 * ``stdlib``: the Python files of the running interpreter's standard library, without tests and
-  generated files; every machine has them, though another Python version has others.
+  generated files. Every machine has them, but they differ between Python versions.
 * ``tfds:c4/en`` or ``tfds:c4/en:validation``: a prepared TensorFlow Datasets corpus and its split
   (``train`` unless given; slices such as ``train[:4%]`` work). Reading needs no TensorFlow.
 * ``tokens:books/*.bin``: flat files of little-endian uint16 token ids (``tokens32:`` for uint32),
@@ -46,7 +46,7 @@ class Document(NamedTuple):
     Attributes:
       where: for error messages.
       key: bytes that decide whether it is held out: the file's name relative to its source, or the
-        document itself where a file holds many.
+        document itself if a file holds many.
       content: its text, or its token ids.
     """
 
@@ -59,19 +59,19 @@ class Source(Protocol):
     """A corpus that can be read from its start, any number of times."""
 
     def describe(self) -> Any:
-        """Returns what the documents depend on, in JSON types, without reading any."""
+        """Returns everything the documents depend on as JSON types, without reading them."""
 
     def documents(self) -> Iterator[Document]:
         """The documents, always in the same order."""
 
 
 def get_source(name: str, text_field: str, tokenizer: Tokenizer) -> Source:
-    """The source called ``name`` (see the module's text).
+    """Returns the source ``name`` (see the module's text).
 
     Args:
       name: the source.
       text_field: field of a jsonl line, or feature of a tfds corpus, that holds the text.
-      tokenizer: gives the tokens at which token files are cut.
+      tokenizer: gives the tokens that cut token files.
     """
     if name == "stdlib":
         return StandardLibrary()
@@ -88,9 +88,9 @@ def get_source(name: str, text_field: str, tokenizer: Tokenizer) -> Source:
 class StandardLibrary:
     """The ``*.py`` of the standard library in the order of their names.
 
-    Left out are the tests, which are most of the library and which some systems install apart, and
-    what was generated: tables of characters (``encodings``), the text of the manual
-    (``pydoc_data``), and the settings of the build (``_sysconfigdata*``).
+    It leaves out the tests, which are most of the library and which some systems install apart. It
+    also leaves out generated files: tables of characters (``encodings``), the manual's text
+    (``pydoc_data``), and the build settings (``_sysconfigdata*``).
     """
 
     @property
@@ -154,7 +154,7 @@ class TextFiles:
 
 @dataclasses.dataclass(frozen=True)
 class TensorFlowDataset:
-    """A corpus that was prepared with ``tfds build`` in the array_record format.
+    """A corpus prepared with ``tfds build`` in the array_record format.
 
     Attributes:
       name: such as ``c4/en``.
@@ -211,7 +211,7 @@ class TensorFlowDataset:
 
 @dataclasses.dataclass(frozen=True)
 class TokenFiles:
-    """Flat files of token ids, in which documents end where the tokenizer's tokens say so.
+    """Flat files of token ids, cut into documents at the tokenizer's special tokens.
 
     Attributes:
       pattern: a path or a glob.
@@ -261,12 +261,12 @@ class TokenFiles:
 
 
 def _or_none(token: int | None) -> int:
-    """A token, or an id that no file has."""
+    """Replaces None by an id that no file has."""
     return -1 if token is None else token
 
 
 def _find(pattern: str) -> tuple[list[Path], Path]:
-    """The files that match, sorted, and the folder to which their names are relative."""
+    """Returns the matching files, sorted, and the folder their names are relative to."""
     pattern = os.path.expanduser(pattern)
     require(
         not os.path.isdir(pattern), f"{pattern} is a folder; give a glob such as {pattern}/**/*.txt"
@@ -281,7 +281,7 @@ def _find(pattern: str) -> tuple[list[Path], Path]:
 
 
 def _matches(pattern: str) -> list[Path]:
-    """The file of this name, else those that match, sorted; with two ``**`` each once too."""
+    """Returns the file of this name, else all matches, sorted, each once even with two ``**``."""
     pattern = os.path.expanduser(pattern)
     if os.path.isfile(pattern):
         return [Path(pattern)]
@@ -289,7 +289,7 @@ def _matches(pattern: str) -> list[Path]:
 
 
 def _kind(what: str, paths: Sequence[Path]) -> str:
-    """Returns ``what``, marked for a single file: as one document it was not cut in two before."""
+    """Returns ``what``, marked for a single file: earlier versions did not cut it in two."""
     return f"{what}, one" if len(paths) == 1 else what
 
 
@@ -305,15 +305,15 @@ def _describe_files(paths: Sequence[Path], root: Path) -> list[Any]:
 
 
 def common_files(first: str, second: str) -> list[str]:
-    """The files that belong to two sources at once, by their names; of a corpus it and its split.
+    """Lists the files that two sources share, by name; for a corpus, it and its split.
 
-    Splits of a corpus are told apart by their names, ``train`` and ``train[:4%]`` too.
+    Splits of a corpus are compared by name only, also ``train`` and ``train[:4%]``.
     """
     return sorted(_members(first) & _members(second))
 
 
 def _members(name: str) -> set[str]:
-    """Returns the files of a source, or its corpus and split; none if it is not here."""
+    """Returns a source's files, or its corpus and split; none if it is not here."""
     if name.startswith("tfds:"):
         corpus, _, split = name.removeprefix("tfds:").partition(":")
         return {f"tfds:{corpus}:{split or 'train'}"}
@@ -327,7 +327,7 @@ def _members(name: str) -> set[str]:
 
 def _whole_file(path: Path, root: Path) -> Document:
     text = _decode(b"".join(_chunks(path)), str(path))
-    # A name that is not UTF-8 is known by its bytes.
+    # A non-UTF-8 name is identified by its bytes.
     key = path.relative_to(root).as_posix().encode(errors="surrogateescape")
     return Document(str(path), key, text)
 
@@ -352,7 +352,7 @@ def _parse(where: str, line: str) -> Any:
 
 
 def _record(where: str, record: Any, field: str) -> Document:
-    """The document in ``record[field]``; its side depends on its text."""
+    """Returns the document in ``record[field]``; its text decides its side."""
     require(isinstance(record, dict), f"{where}: expected an object with fields, got {record!r}")
     require(
         field in record,
@@ -389,7 +389,7 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """The content of a file, decompressed as its name says.
+    """Yields a file's content, decompressed by its suffix.
 
     Raises:
       ValueError: if it is truncated or damaged.
@@ -416,7 +416,7 @@ class _DamagedError(Exception):
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Yields all frames; the library's own reader would take a truncated file for a whole one."""
+    """Yields all frames; the library's own reader would accept a truncated file."""
     import zstandard
 
     def new_frame() -> Any:

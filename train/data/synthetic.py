@@ -1,4 +1,4 @@
-"""Endless streams of batches, each a function of its number: training can resume anywhere."""
+"""Endless streams of batches, each a function of its index, so training can resume anywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = dict[str, np.ndarray]
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
-    """Independent random numbers for each seed and each stream of at most three numbers."""
+    """Makes independent random numbers for each seed and stream (at most three numbers)."""
     # Philox counts in the low words of its counter; the high words therefore name the stream.
     counter = np.zeros(4, np.uint64)
     counter[1 : 1 + len(stream)] = stream
@@ -33,7 +33,7 @@ def dataset(
     process_index: int = 0,
     process_count: int = 1,
 ) -> grain.IterDataset:
-    """The endless stream of batches that ``batch(seed, index, size)``, a pure function, gives.
+    """Makes an endless stream of batches from the pure function ``batch(seed, index, size)``.
 
     The stream of ``seed`` is a sequence of batches of ``batch_size / process_count`` examples;
     process p reads batches p, p + ``process_count``, and so on. The iterator's state is the number
@@ -44,7 +44,7 @@ def dataset(
       batch: makes batch ``index``.
       seed: 0..2**64 - 1, the same in all processes.
       batch_size: examples of one training step, of all processes together.
-      process_index, process_count: which share of each step to read.
+      process_index, process_count: the share of each step to read.
 
     Raises:
       ValueError: a batch that does not divide among the processes, or an argument out of range.
@@ -60,7 +60,7 @@ def dataset(
     )
     require_seed(task, seed)
     batches = _Batches(batch, seed, batch_size // process_count)
-    # One thread ahead of the training step; more would only compete with it for the cores.
+    # One prefetch thread; more would compete with the training step for the cores.
     return grain.MapDataset.source(batches)[process_index::process_count].to_iter_dataset(
         grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     )
@@ -84,8 +84,8 @@ class _Batches:
 class OfOneText(grain.IterDataset):
     """A dataset whose iterators know which text they read.
 
-    Their state holds its digest beside the number of batches given: set on another text, it raises
-    ValueError.
+    Their state holds the text's digest and the number of batches given. Restoring it on another
+    text raises ValueError.
     """
 
     def __init__(self, parent: grain.IterDataset, digest: str):
@@ -108,7 +108,7 @@ class _OfOneTextIterator(grain.DatasetIterator):
         return {"text": self._digest, "batches": self._parent.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if "text" not in state:  # Of a run of SCROLLS from before they had a digest.
+        if "text" not in state:  # From an old SCROLLS run without a digest.
             self._parent.set_state(state)
             return
         require(
@@ -142,7 +142,7 @@ class Stream:
     ) -> grain.IterDataset:
         """The endless stream of training batches: :func:`dataset`.
 
-        A batch is the same for every number of processes: each makes all of it and keeps its rows.
+        A batch does not depend on the number of processes: each makes all of it and keeps its rows.
         """
 
         def rows(seed: int, index: int, size: int) -> Batch:

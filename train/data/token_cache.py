@@ -1,11 +1,11 @@
 """Tokenised corpora on disk: built once, checked whenever they are opened, read by memory map.
 
 An entry is a folder with ``tokens`` (the documents one after another, unsigned integers),
-``offsets`` (int64: where each document starts, and the end) and ``entry.json``, which names what it
-was made from and the SHA-256 of both files. It is written beside its place and renamed, under a
-lock: what a killed process leaves is never read, and the next one removes it. The name of the
-folder is a hash of all that the tokens depend on, so a changed source or tokenizer is a new entry.
-Entries that are no longer wanted can be deleted at any time.
+``offsets`` (int64: where each document starts, and the end) and ``entry.json``, which names its
+inputs and the SHA-256 of both files. It is written beside its place and renamed, under a lock.
+Files left by a killed process are never read, and the next process removes them. The folder's name
+is a hash of everything the tokens depend on, so a changed source or tokenizer is a new entry. You
+can delete unwanted entries at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIDES = ("all", "train", "held_out")
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 20
 _COPIED_AT_ONCE = 1 << 22
-# Shows nothing for small texts, and few lines where the output goes to a file.
+# Shows nothing for small texts, and few lines if the output goes to a file.
 _BAR = {"delay": 5, "mininterval": 5, "dynamic_ncols": True}
 
 
@@ -62,8 +62,8 @@ class Corpus:
     Attributes:
       source: the documents.
       tokenizer: its start and end tokens are put around every text.
-      side: ``all`` documents, or those that are ``held_out``, or the rest, ``train``. Where there
-        is a single document, its end is held out.
+      side: ``all`` documents, or those that are ``held_out``, or the rest, ``train``. If there is a
+        single document, its end is held out.
       held_out: share of the documents that are held out.
       label: of the progress bar.
     """
@@ -78,7 +78,7 @@ class Corpus:
         choose("side", self.side, SIDES)
 
     def describe(self) -> Any:
-        """All that the tokens depend on, in JSON types."""
+        """Returns everything the tokens depend on as JSON types."""
         return {
             "format": FORMAT,
             "source": self.source.describe(),
@@ -124,9 +124,9 @@ class Corpus:
 
 
 def split(document: Document, share: float) -> tuple[Document, Document]:
-    """A document without its end, and its end, about this share of it.
+    """Splits a document into its start and its end, about ``share`` of it.
 
-    Texts are cut at the end of a line, if there is one near.
+    Texts are cut at the end of a line, if one is near.
     """
     content = document.content
     cut = round((1 - share) * len(content))
@@ -136,13 +136,13 @@ def split(document: Document, share: float) -> tuple[Document, Document]:
 
 
 def open_stream(corpus: Corpus, folder: Path) -> TokenStream:
-    """The tokens of ``corpus`` from the cache in ``folder``, which is filled where they are absent.
+    """Opens the tokens of ``corpus`` in the cache ``folder``, and builds missing entries.
 
-    Of several processes that want the same entry, one builds it and the others wait. An entry that
-    does not agree with its checksums is built anew.
+    If several processes want the same entry, one builds it and the others wait. An entry that does
+    not match its checksums is rebuilt.
 
     Raises:
-      ValueError: if the source cannot be read, or nothing can be kept in the folder.
+      ValueError: if the source cannot be read, or the folder cannot be written.
     """
     description = corpus.describe()
     key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
@@ -176,7 +176,7 @@ def _build(corpus: Corpus, description: Any, entry: Path) -> None:
 
 
 def _write_tokens(corpus: Corpus, folder: Path) -> dict[str, Any]:
-    """Writes both files, a few documents at a time; returns what the entry says of them."""
+    """Writes both files, a few documents at a time; returns the entry's fields for them."""
     dtype = np.dtype("<u2" if corpus.tokenizer.vocab_size <= 1 << 16 else "<u4")
     count, documents = 0, 0
     with (
@@ -228,7 +228,7 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[Sequence[Document]]:
-    """Groups that are worth tokenising at once and small enough to be held."""
+    """Yields groups worth tokenising at once and small enough for memory."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
@@ -241,7 +241,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[Sequence[Document]]:
 
 
 class _Hashed:
-    """A file that is hashed while it is written and is on the disk once closed."""
+    """A file that is hashed during writing and is on disk once closed."""
 
     def __init__(self, path: Path):
         self._stack = contextlib.ExitStack()

@@ -1,13 +1,13 @@
 """Tokenizers: text to token ids and back.
 
 ``load`` takes the name ``bytes``, a ``tokenizer.json`` (Hugging Face), a sentencepiece ``.model``,
-or a folder that holds one of the two. Whatever the kind:
+or a folder that holds one of the two. For every kind:
 
 * ``encode`` adds nothing to the text, and text that spells a special token, such as ``<s>``, stays
   text unless ``special=True`` asks for the token.
 * ``decode`` shows special tokens by their names.
-* ``fingerprint`` changes with everything that ids depend on, so that tokens are never read with a
-  tokenizer other than the one that made them.
+* ``fingerprint`` changes with everything that ids depend on, so that tokens are only read with the
+  tokenizer that made them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Tokenizer(abc.ABC):
       vocab_size: number of token ids.
       specials: ids of the special tokens by name.
       bos, eos, pad, unk: ids of the tokens for the start and the end of a document, for padding and
-        for what is unknown; None where there is no such token.
+        for unknown text; None if there is no such token.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Tokenizer(abc.ABC):
 
     @property
     def padding(self) -> int:
-        """The id that fills up rows: that of padding, else of the end or the start, else 0."""
+        """The id that pads rows: that of padding, else of the end or the start, else 0."""
         return next((i for i in (self.pad, self.eos, self.bos) if i is not None), 0)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of ``text``.
+        """Encodes ``text``.
 
         Args:
           text: any text.
@@ -81,7 +81,7 @@ class Tokenizer(abc.ABC):
         return list(itertools.chain.from_iterable(encoded))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``.
+        """Decodes ``ids``.
 
         Special tokens appear by name. An id outside the vocabulary, which a wider model may
         produce, appears as U+FFFD, the replacement character.
@@ -105,11 +105,11 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, special tokens taken as text; one unsigned array each."""
+        """Encodes each text, with special tokens as text; one unsigned array each."""
 
     @abc.abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """The text of ids of which none is special."""
+        """Decodes ids without special tokens."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -136,7 +136,7 @@ class _FileTokenizer(Tokenizer):
         self.fingerprint = _file_fingerprint(_tokenizer_file(name))
 
     def _name_specials(self, specials: Mapping[str, int], given: Mapping[str, str]) -> None:
-        """Finds out which of the special tokens are bos, eos, pad and unk."""
+        """Finds which special tokens are bos, eos, pad and unk."""
         self.specials = MappingProxyType(dict(specials))
         for role, usual in _SPECIAL_NAMES.items():
             names = [given[role]] if role in given else usual
@@ -147,7 +147,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
     """A ``tokenizer.json``.
 
     A ``tokenizer_config.json`` beside it says which special token is the start of a document and so
-    on; without it they go by their usual names.
+    on; without it, the usual names apply.
     """
 
     def __init__(self, name: str):
@@ -208,7 +208,7 @@ class SentencePieceTokenizer(_FileTokenizer):
 
 
 def load(name: str) -> Tokenizer:
-    """The tokenizer called ``name``: ``bytes``, or the path of a file or of a folder with one.
+    """Loads the tokenizer ``name``: ``bytes``, or the path of a file or of a folder with one.
 
     Raises:
       ValueError: if there is none, or it is damaged.
@@ -257,7 +257,7 @@ def _file_fingerprint(path: Path) -> str:
 
 
 def _roles_beside(path: Path) -> dict[str, str]:
-    """The special tokens that the ``tokenizer_config.json`` beside a ``tokenizer.json`` names."""
+    """Reads the special tokens in the ``tokenizer_config.json`` beside a ``tokenizer.json``."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return {}
@@ -277,13 +277,13 @@ def _roles_beside(path: Path) -> dict[str, str]:
 class Tokenized:
     """The tokenizer of a task.
 
-    Making one does not read the tokenizer's content if ``vocab_size`` is given, so that configs can
-    be checked where it is not.
+    If ``vocab_size`` is given, construction does not read the tokenizer's content, so that you can
+    check configs without it.
 
     Attributes:
       tokenizer: ``bytes``, or the path of a tokenizer (see :mod:`train.data.tokenizers`).
-      tokenizer_fingerprint: that of the tokenizer; filled in if the tokenizer is there. A run
-        records it, and a different tokenizer is then an error.
+      tokenizer_fingerprint: of the tokenizer; filled in if the tokenizer is there. A run records
+        it, and a different tokenizer is then an error.
       vocab_size: number of token ids; 0: the tokenizer's.
     """
 
@@ -319,7 +319,7 @@ class Tokenized:
         return codec
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, after the token that starts a document if there is one."""
+        """Encodes a text, after the token that starts a document, if any."""
         codec = self.codec
         return [*([] if codec.bos is None else [codec.bos]), *codec.encode(text)]
 

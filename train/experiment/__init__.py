@@ -3,7 +3,7 @@
 A config file is a Python file whose ``get_config()`` returns an ``ml_collections.ConfigDict``. It
 is read once, merged with the ``--config.a.b=value`` options of the command line, and turned into
 the frozen dataclass :class:`Experiment`; nothing downstream sees a ConfigDict. A file sets only
-what differs from the defaults, yet every field can be given on the command line.
+fields that differ from the defaults, but the command line accepts every field.
 """
 
 from train.experiment.description import USUALLY_NOT_DECAYED, Experiment, TrainConfig

@@ -1,9 +1,9 @@
-"""Training on top of a trained model: what a config says of it, and what follows from that.
+"""The ``adapt`` section of a config, which trains on top of a trained model.
 
 The section ``adapt`` of a config names a base and a method of :data:`tape_jax.adapt.METHODS`. The
-model is then the base as the method adapts it; a config that states fields of the model beside
-that must agree. Parameters that train are kept in at least float32, whatever the type of the base;
-all others stay as they are, take part in no gradient, and are in no checkpoint.
+model is then the base as the method adapts it. If the config also states fields of the model, they
+must agree. Trained parameters are kept in at least float32, whatever the type of the base. All
+others stay as they are, take part in no gradient, and are in no checkpoint.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from train.checks import choose, require
 
 Array = jax.Array
 
-# What methods are compared with: the base as it is, and with its rotary frequencies scaled.
+# The baselines of methods: the base as it is, and with its rotary frequencies scaled.
 UNTRAINED = ("base", "scaled")
 METHODS = (*UNTRAINED, *adapt.METHODS)
-# Those that have no rotary frequencies to scale, or leave them as they are.
+# Methods that have no rotary frequencies to scale, or leave them unchanged.
 UNSCALED = ("base", "drope")
-# Those that the model's ``position`` says something of.
+# Methods that read the model's ``position``.
 POSITIONED = ("tape", "encoding")
 
-# Fields of the model that say how it is computed, not what it is: a config may set them.
+# Fields that say how the model is computed, not what it is. A config may set them.
 COMPUTED = (
     "dtype",
     "attention_implementation",
@@ -50,11 +50,11 @@ OF_THE_BASE = tuple(f.name for f in dataclasses.fields(Rope))
 class AdaptOptions:
     """Options of methods, as in :func:`tape_jax.adapt.adapt`; None: the method's default.
 
-    Those of ``tape`` and of ``encoding`` are the model's ``position``.
+    The options of ``tape`` and ``encoding`` are in the model's ``position``.
 
     Attributes:
       rank, alpha, targets: of the low-rank terms (lora, longlora, theta).
-      groups: parts of the sequence inside which attention stays (longlora).
+      groups: parts of the sequence that attention stays within (longlora).
       base: the new rotary base (theta).
     """
 
@@ -83,16 +83,16 @@ class Adaptation:
     Attributes:
       base: a Hugging Face Llama folder, or a run folder.
       method: a name in :data:`METHODS`. ``base``, the base as it is, and ``scaled``, the base with
-        ``scaling``, train nothing: their runs take no steps, to be judged like the others.
+        ``scaling``, train nothing: their runs take no steps and are evaluated like the others.
       options: of the method.
       norms, embeddings: whether the norms, and the embeddings with the output projection, train
         beside the method's own parameters.
-      rules: what trains in place of all that: texts for :func:`tape_jax.adapt.parse_rule`, each of
-        which must choose something, and together all parameters that the method adds. None: see
-        above.
-      scaling: adapts the rotary frequencies, whatever the method but ``base`` and ``drope``.
-      replace_scaling: whether it may replace a scaling that the base has; else that is an error of
-        a new experiment.
+      rules: replace all of the above: texts for :func:`tape_jax.adapt.parse_rule` that choose what
+        trains. Each must choose something, and together all parameters that the method adds. None:
+        the above.
+      scaling: adapts the rotary frequencies, for every method except ``base`` and ``drope``.
+      replace_scaling: whether it may replace a scaling of the base; else that is an error of a new
+        experiment.
       max_length: the longest sequence that the model accepts, in tokens; None: the base's.
     """
 
@@ -146,11 +146,11 @@ def apply(
     """Adapts the base, and returns it with the rules of what trains, which may be none.
 
     Args:
-      adaptation: what a config says.
+      adaptation: the config's section.
       model: the base.
       variables: its variables, whose arrays may be deleted; or ShapeDtypeStructs.
       key: random key for new parameters.
-      position: the encoding as wanted: of TAPE what is not the base's, of ``encoding`` all of it.
+      position: the wanted encoding: for ``tape`` its own options, for ``encoding`` all of it.
 
     Raises:
       ValueError: if the base, an option or a rule does not fit.
@@ -165,7 +165,7 @@ def apply(
         options["donate"] = True
     known = adapt.METHODS[method].options
     if known is None or "dtype" in known:
-        # Rounded to fewer digits a new parameter would lose its first small steps.
+        # A new parameter in a narrower type would lose its first small steps.
         options["dtype"] = _wide(model.config.param_dtype)
     before = set(_by_name(variables["params"]))
     made = adapt.adapt(
@@ -193,12 +193,12 @@ def apply(
 def describe(
     adaptation: Adaptation, base: ModelConfig, position: Encoding | None = None
 ) -> Adapted:
-    """Returns what :func:`apply` makes of a base of this description, without values.
+    """Returns the result of :func:`apply` on such a base, without values.
 
     Args:
-      adaptation: what a config says.
-      base: the base, its fields of :data:`COMPUTED` as wanted.
-      position: as there.
+      adaptation: the config's section.
+      base: describes the base; sets the wanted fields of :data:`COMPUTED`.
+      position: as for :func:`apply`.
     """
     model = Transformer(base)
     params = {path: spec.shape for path, spec in model.parameters().items()}
@@ -208,17 +208,17 @@ def describe(
 
 
 def _wide(dtype: Any) -> Any:
-    """A type of parameters that train: at least float32."""
+    """Widens a type to at least float32, for trained parameters."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def _replaced(model: Transformer, **changes: Any) -> Transformer:
-    """The model with fields of its configuration changed."""
+    """Returns the model with changed configuration fields."""
     return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
 
 
 def _by_name(params: Any) -> dict[str, list[Any]]:
-    """Groups leaves by their path without the number of a layer."""
+    """Groups leaves by their path without layer numbers."""
     found: dict[str, list[Any]] = {}
     for path, leaf in flatten_dict(params, sep="/").items():
         found.setdefault(re.sub(r"^layers_\d+/", "layers/", path), []).append(leaf)
@@ -226,28 +226,28 @@ def _by_name(params: Any) -> dict[str, list[Any]]:
 
 
 def _options_of_its_own(position: Encoding) -> dict[str, Any]:
-    """The options of TAPE that are not the base's."""
+    """Returns TAPE's options that are not the base's."""
     return {name: value for name, value in vars(position).items() if name not in OF_THE_BASE}
 
 
 def computed_as(
     model: Transformer, variables: Any, wanted: ModelConfig
 ) -> tuple[Transformer, dict[str, Any]]:
-    """A model that is computed, and laid out, as ``wanted`` says: its fields of COMPUTED."""
+    """Returns the model, computed and laid out as the COMPUTED fields of ``wanted`` say."""
     new = _replaced(model, **{name: getattr(wanted, name) for name in COMPUTED})
     return new, {**variables, "params": restack(variables["params"], model, new, donate=True)}
 
 
 def split(adapted: Adapted) -> tuple[Any, Any]:
-    """The parameters that train, in at least float32, and the others.
+    """Splits off the parameters that train, in at least float32.
 
-    Both are trees like the parameters, with None in place of the other's leaves.
+    Both results are trees like the parameters, with None for the other's leaves.
     """
     return split_params(adapted.model, adapted.variables["params"], adapted.rules)
 
 
 def split_params(model: Transformer, params: Any, rules: Sequence[Rule | str]) -> tuple[Any, Any]:
-    """Splits parameters of ``model`` as :func:`split` does; these rules choose those that train."""
+    """Splits parameters as :func:`split` does; ``rules`` choose those that train."""
     if not rules:
         return jax.tree.map(lambda _: None, params), params
     trainable, frozen = adapt.partition(params, adapt.trainable_mask(model, rules))

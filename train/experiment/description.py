@@ -25,29 +25,29 @@ class TrainConfig:
     Attributes:
       steps: number of optimiser steps.
       batch_size: examples per optimiser step.
-      accumulate: number of equal parts in which a batch is computed, to save memory.
+      accumulate: number of equal parts a batch is computed in, to save memory.
       learning_rate: the largest learning rate.
       schedule: a decay of :data:`DECAYS`.
       warmup: share of the steps in which the learning rate rises linearly.
       final: the last learning rate as a share of the largest.
       power: exponent of the polynomial schedule.
       beta1, beta2, eps: of AdamW (Loshchilov and Hutter 2019).
-      moment_dtype: type in which AdamW's first moment is kept, such as ``bfloat16``; None: that of
-        the parameters. The second is always kept in theirs: its running mean changes by too little
-        in a step for a shorter type.
+      moment_dtype: type of AdamW's first moment, such as ``bfloat16``; None: that of the
+        parameters. The second always has their type: its running mean changes by too little in a
+        step for a shorter one.
       weight_decay: decoupled, multiplied by the learning rate.
-      no_decay: parameters that are not decayed: each entry is a whole component of their path, such
+      no_decay: parameters that are not decayed. Each entry is a whole component of their path, such
         as ``scale`` (norms), ``embedding`` or ``attention_norm``.
       clip: largest global norm of the gradient; None: no clipping.
-      skip: how many bad steps in a row are left out, parameters and moments staying as they were,
-        before training stops; 0: the first stops it. A step is bad if its loss or its gradient is
-        not finite.
-      spike: with ``skip`` a step is also bad if its gradient's norm, before clipping, is so many
-        times the mean of the steps before; None: however large.
+      skip: how many bad steps in a row are skipped, without changing parameters and moments, before
+        training stops; 0: the first stops it. A step is bad if its loss or its gradient is not
+        finite.
+      spike: with ``skip``, a step is also bad if its gradient's norm, before clipping, is this many
+        times the mean of earlier steps; None: no limit.
       log_every: steps between two lines of metrics.
       save_every: steps between two checkpoints; the last step is always saved.
       keep: how many of the newest checkpoints are kept.
-      initial: a run folder, from whose parameters training starts, the optimiser anew;
+      initial: a run folder whose parameters training starts from, with a new optimiser;
         ``{encoding}`` in it stands for the name of the model's encoding. None: random parameters.
     """
 
@@ -118,18 +118,18 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Everything that decides what a run computes.
+    """The complete description of a run's computation.
 
     Attributes:
       name: for tables and plots.
-      seed: of the parameters, of the data and of encodings that draw.
+      seed: of the parameters, of the data and of encodings that draw random numbers.
       model: its ``position`` is always an encoding, its ``vocab_size`` at least the task's.
-      task: what is trained and judged.
-      train: how it is trained.
-      evaluation: how it is judged: an instance of the task's ``Evaluation``.
-      adapt: the trained model that is adapted, from which ``model`` follows; None: everything is
-        trained, from random parameters or those of ``train.initial``.
-      sharding: the mesh, and rules that say what it splits; None: one device.
+      task: the task to train and evaluate.
+      train: how to train.
+      evaluation: how to evaluate: an instance of the task's ``Evaluation``.
+      adapt: the trained model to adapt, which determines ``model``; None: everything is trained,
+        from random parameters or those of ``train.initial``.
+      sharding: the mesh, and the rules for splitting over it; None: one device.
     """
 
     name: str
@@ -164,12 +164,12 @@ class Experiment:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps in all: ``train.steps``, or none if nothing trains."""
+        """The number of optimiser steps: ``train.steps``, or 0 if nothing trains."""
         return self.train.steps if self.adapt is None or self.adapt.trains else 0
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Sequences of an optimiser step, and tokens of each."""
+        """Sequences per optimiser step, and tokens per sequence."""
         length = self.task.sequence_length
         short = getattr(self.task, "train_length", None) or length
         return self.train.batch_size * (length // short), short

@@ -1,4 +1,4 @@
-"""Dataclasses from nested mappings of plain values, every one checked and converted."""
+"""Builds dataclasses from nested mappings, checking and converting every value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.checks import require, require_known
 
 
 def build(cls: type, values: Mapping[str, Any], path: str, what: str | None = None) -> Any:
-    """Builds ``cls`` from a mapping, every value converted to the type of its field."""
+    """Builds ``cls`` from a mapping, converting every value to its field's type."""
     require(isinstance(values, Mapping), f"{path}: expected fields, got {values!r}")
     hints = hints_of(cls)
     for name in values:
@@ -31,7 +31,7 @@ def build(cls: type, values: Mapping[str, Any], path: str, what: str | None = No
 
 
 def build_field(cls: type, name: str, value: Any, path: str) -> Any:
-    """The value of one field of ``cls``, converted to its type."""
+    """Converts the value of one field of ``cls`` to its type."""
     hint = hints_of(cls)[name]
     inner = inner_dataclass(hint)
     if inner is None or not isinstance(value, Mapping):
@@ -44,8 +44,8 @@ def build_field(cls: type, name: str, value: Any, path: str) -> Any:
 def convert(value: Any, hint: Any, path: str) -> Any:
     """Converts ``value`` to the type ``hint``.
 
-    Lists become tuples, whole numbers int or float as wanted, and where a tuple is wanted a single
-    value becomes one, text at its commas.
+    Lists become tuples, and whole numbers become int or float as the hint requires. If it is a
+    tuple, a single value becomes one; text splits at commas.
     """
     value = _tuples(value)
     if _matches(value, hint):
@@ -62,12 +62,12 @@ def convert(value: Any, hint: Any, path: str) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    """Turns lists, and lists in them, into tuples."""
+    """Turns nested lists into tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _matches(value: Any, hint: Any) -> bool:
-    """Returns whether ``value`` is of a type such as ``str | None`` or ``tuple[int, ...]``."""
+    """Returns whether ``value`` has a type such as ``str | None`` or ``tuple[int, ...]``."""
     if hint is Any:
         return True
     if _is_union(hint):
@@ -89,7 +89,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def hints_of(cls: Any) -> dict[str, Any]:
-    """The type of each field with which a dataclass is made; not to be changed."""
+    """Returns the types of a dataclass's init fields; do not change the result."""
     return _hints_of(cls)
 
 
@@ -100,7 +100,7 @@ def _hints_of(cls: Any) -> dict[str, Any]:
 
 
 def inner_dataclass(hint: Any) -> type | None:
-    """The dataclass in a hint such as ``RopeScaling`` or ``RopeScaling | None``."""
+    """Finds the dataclass in a hint such as ``RopeScaling`` or ``RopeScaling | None``."""
     members = typing.get_args(hint) if _is_union(hint) else (hint,)
     return next((m for m in members if dataclasses.is_dataclass(m)), None)  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""Config files, and what the command line changes of them."""
+"""Config files, and their changes from the command line."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from train.tasks import task_name, task_type
 
 Report = Callable[[str], None]
 
-# The scale of a config file as it is; its SCALES name others.
+# The scale of an unchanged config file; its SCALES name others.
 THIS_SCALE = "cpu"
 
 
 def from_file(
     path: str | Path, overrides: Sequence[str] = (), report: Report = print
 ) -> Experiment:
-    """The experiment of a config file, as changed by the command line.
+    """Reads the experiment of a config file, with the command line's changes.
 
-    An option that the file sets for one encoding is dropped, and ``report`` is told, if another
-    encoding is chosen on the command line and does not have it (or has one of the same name that
-    means something else). Given on the command line itself, an option that the encoding lacks is an
-    error. Methods of adaptation and their options are treated alike.
+    The command line may choose another encoding than the file. An option that the file sets is
+    then dropped, and ``report`` is called, if the new encoding does not have it (or has one of the
+    same name that means something else). On the command line itself, an option that the encoding
+    lacks is an error. The same holds for methods of adaptation and their options.
 
-    ``--config.scale=NAME`` changes the fields that the file's mapping ``SCALES`` has under that
-    name, before anything else that the command line says.
+    ``--config.scale=NAME`` changes the fields under that name in the file's mapping ``SCALES``,
+    before all other command line options.
 
     Args:
       path: a Python file with a function ``get_config()``.
       overrides: ``--config.a.b=value`` each.
-      report: called with a line if options were dropped, and for each change of a base.
+      report: called with a line if options were dropped, and for each change to a base.
 
     Raises:
       ValueError: for a file that does not load, or an unknown or unfitting field.
@@ -85,11 +85,11 @@ def from_file(
 
 
 def _changes_of_base(experiment: Experiment) -> list[str]:
-    """Describes what a new experiment changes in the base that it adapts, before any training.
+    """Describes what a new experiment changes in its base before any training.
 
     Raises:
-      ValueError: if it reads with another tokenizer than the base was trained with, or replaces its
-        rotary scaling without saying so.
+      ValueError: if its tokenizer is not the one the base was trained with, or it replaces the
+        base's rotary scaling without ``replace_scaling``.
     """
     section, task = experiment.adapt, experiment.task
     if section is None:
@@ -127,7 +127,7 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
 
 
 def _scaling(encoding: positions.Encoding) -> RopeScaling | None:
-    """Returns the rotary scaling of an encoding, or of one among several; None if it has none."""
+    """Returns the rotary scaling of an encoding or of one of its parts, or None."""
     return next((part.scaling for part in encoding.members if hasattr(part, "scaling")), None)
 
 
@@ -136,7 +136,7 @@ def _spoken(scaling: RopeScaling) -> str:
 
 
 def change(experiment: Experiment, overrides: Sequence[str]) -> Experiment:
-    """An experiment with ``--config.a.b=value`` options applied.
+    """Applies ``--config.a.b=value`` options to an experiment.
 
     Raises:
       ValueError: for an unknown or unfitting field.
@@ -181,14 +181,14 @@ def change_evaluation(
 
 
 def take_scale(overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The scale that the command line asks for, and what else it says."""
+    """Returns the scale that the command line chooses, and the other options."""
     start = "--config.scale="
     others = [override for override in overrides if not override.startswith(start)]
     return _named(overrides, "scale") or THIS_SCALE, others
 
 
 def _named(overrides: Sequence[str], name: str) -> str | None:
-    """The value that the command line gives to one field, before anything is parsed."""
+    """Finds the value of one field on the command line, without parsing it."""
     start = f"--config.{name}="
     return next((o.removeprefix(start) for o in reversed(overrides) if o.startswith(start)), None)
 
@@ -217,14 +217,14 @@ def _load_file(path: Path, scale: str = THIS_SCALE) -> dict[str, Any]:
     fields = values.get("adapt", {})
     require(isinstance(fields, Mapping), f"config.adapt: expected fields, got {fields!r}")
     position = values["model"].get("position")
-    # Where a base decides which encoding it is, none is taken for granted.
+    # If a base decides the encoding, no default is assumed.
     if "position" in values["model"] and not ("adapt" in values and isinstance(position, Mapping)):
         values["model"]["position"] = position_fields(position)
     return values
 
 
 def _template(task: str) -> dict[str, Any]:
-    """Every field that may be given on the command line, with placeholders for values."""
+    """Returns every field that the command line accepts, with placeholders for values."""
     encodings = _Encodings(
         {kind: _placeholders(hints_of(cls)) for kind, cls in positions.registry.items()}
     )
@@ -248,7 +248,7 @@ def _template(task: str) -> dict[str, Any]:
 
 
 class _Encodings(dict[str, Any]):
-    """Fields of encodings; also known, but not listed, under names that begin with their kind's."""
+    """Fields of encodings; names that begin with their kind's are accepted but not listed."""
 
     def __init__(self, fields: Mapping[str, Mapping[str, Any]]):
         """Takes the fields of each kind of encoding."""
@@ -265,7 +265,7 @@ class _Encodings(dict[str, Any]):
 def _check_names(
     values: Mapping[str, Any], known: Mapping[str, Any], where: str = "config"
 ) -> None:
-    """Raises ValueError for a name in nested mappings that ``known`` has not."""
+    """Raises ValueError for a name in nested mappings that ``known`` lacks."""
     for name, value in values.items():
         if name not in known:
             require_known(name, known, where)
@@ -275,13 +275,13 @@ def _check_names(
 
 
 def _spelled_out(options: Sequence[str]) -> list[str]:
-    """Spells out ``--config.model.position=tape+fox``, which is short for its ``kind``."""
+    """Expands ``--config.model.position=tape+fox``, which is short for its ``kind``."""
     short, whole = "--config.model.position=", "--config.model.position.kind="
     return [o.replace(short, whole, 1) if o.startswith(short) else o for o in options]
 
 
 def _check_options(options: Sequence[str], known: Mapping[str, Any]) -> None:
-    """Raises ValueError unless each option is ``--config.a.b=value`` of a field that is known."""
+    """Raises ValueError unless each option is ``--config.a.b=value`` of a known field."""
     for option in options:
         name, equals, _ = option.removeprefix("--config.").partition("=")
         require(
@@ -302,11 +302,11 @@ def _check_options(options: Sequence[str], known: Mapping[str, Any]) -> None:
 def help_config(
     path: Path | None = None, run: Path | None = None, options: Sequence[str] = ()
 ) -> str:
-    """The fields that ``--config.a.b=value`` can change, a section a paragraph.
+    """Lists the fields that ``--config.a.b=value`` can change, one paragraph per section.
 
     Args:
       path: a config file, whose task's fields are listed.
-      run: a run folder, whose task it is where no file is given.
+      run: a run folder whose task is used without a file.
       options: ``--config.task.name=NAME`` among them chooses another task.
     """
     record = read_record(run) if run and path is None else None
@@ -323,7 +323,7 @@ def help_config(
 
 
 def _dotted(fields: Mapping[str, Any], before: str = "") -> list[str]:
-    """The names of single values in nested mappings."""
+    """Returns the dotted names of values in nested mappings."""
     return [
         name
         for key, inner in fields.items()
@@ -334,7 +334,7 @@ def _dotted(fields: Mapping[str, Any], before: str = "") -> list[str]:
 
 
 def _placeholders(hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes placeholders: text is taken as it is, all else read as a Python literal or ``None``."""
+    """Makes placeholders: text stays as it is, other values are Python literals or ``None``."""
     result: dict[str, Any] = {}
     for name, hint in hints.items():
         inner = inner_dataclass(hint)
@@ -349,7 +349,7 @@ def _parse(overrides: Sequence[str], template: Mapping[str, Any]) -> dict[str, A
     """Parses ``--config.a.b=value`` options into ``{"a.b": value}``."""
     overrides = _spelled_out(overrides)
     _check_options(overrides, template)
-    # A flag is described by all of its config: one of the fields that are given is soon made.
+    # Defining a flag takes time in proportion to its config, so it has the given fields only.
     chosen: dict[str, Any] = {}
     for override in overrides:
         name = override.removeprefix("--config.").partition("=")[0]
@@ -363,7 +363,7 @@ def _parse(overrides: Sequence[str], template: Mapping[str, Any]) -> dict[str, A
 
 
 def _choose_encoding(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:
-    """Removes the file's options of another encoding; returns new kind, old kind, their names."""
+    """Removes the file's options of another encoding; returns new kind, old kind, option names."""
     position = position_fields(values["model"].get("position", {}))
     old, kind = position["kind"], given.get("model.position.kind", position["kind"])
     if kind == old:
@@ -374,9 +374,9 @@ def _choose_encoding(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[
 
 
 def _foreign_options(position: Mapping[str, Any], kind: str) -> list[str]:
-    """The options of ``position`` that its encoding does not share with the encoding ``kind``.
+    """Finds the options of ``position`` that its encoding does not share with ``kind``.
 
-    Shared is what both inherit from one class: the ``width`` of TAPE is not the ``width`` of FIRE.
+    They share what both inherit from one class: the ``width`` of TAPE is not that of FIRE.
     """
     old, new = option_names(position["kind"]), option_names(kind)
 
@@ -391,7 +391,7 @@ def _foreign_options(position: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _choose_method(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:
-    """Removes the file's options of another method, and TAPE's, which are in ``model.position``."""
+    """Removes the file's options of another method, and TAPE's in ``model.position``."""
     section = values["adapt"]
     old = section.get("method", Adaptation.method)
     method = given.get("adapt.method", old)

@@ -1,4 +1,4 @@
-"""Experiments as nested mappings of JSON types, and what a run folder holds of one."""
+"""Experiments as nested mappings of JSON types, and their records in run folders."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from train.experiment.fields import build, build_field, convert, flatten, hints_
 from train.tasks import Task, task_name, task_type
 
 FORMAT = "tape-jax run, version 2"
-# Before, a window counted a token's own place.
+# In version 1, a window counted a token's own place.
 FORMAT_BEFORE = "tape-jax run, version 1"
 ABSENT = "(absent)"
 
 
 def from_mapping(values: Mapping[str, Any]) -> Experiment:
-    """The experiment of nested mappings with the fields of :class:`Experiment`.
+    """Builds an experiment from nested mappings with the fields of :class:`Experiment`.
 
     ``model.position`` holds the encoding's ``kind`` and its options (or is the kind), ``task`` the
-    task's ``name`` and its options. ``model.vocab_size`` may be left out, and ``task.tokenizer``
-    where a base is adapted that has one.
+    task's ``name`` and its options. ``model.vocab_size`` is optional. So is ``task.tokenizer`` if
+    the adapted base has one.
 
     Raises:
       ValueError: for an unknown, missing or unfitting field.
@@ -72,7 +72,7 @@ def from_mapping(values: Mapping[str, Any]) -> Experiment:
 
 
 def to_json(experiment: Experiment) -> dict[str, Any]:
-    """Nested dicts of JSON types from which :func:`from_mapping` makes the same experiment."""
+    """Returns nested JSON dicts from which :func:`from_mapping` makes the same experiment."""
     values = dataclasses.asdict(experiment)
     values["model"] = _model_to_json(experiment.model)
     values["task"] = {"name": task_name(experiment.task), **values["task"]}
@@ -84,7 +84,7 @@ def _model_to_json(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Returns what ``experiment.json`` of a run folder holds; None if the folder is no run."""
+    """Reads ``experiment.json`` of a run folder; None if the folder is not a run."""
     try:
         record = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _converted(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record of version 1 in the form of today, with the same window."""
+    """Converts a record of version 1 to today's form, with the same window."""
     found = copy.deepcopy({**record, "format": FORMAT})
     for model in _models(found):
         if model.get("local_window_size") is not None:
@@ -104,7 +104,7 @@ def _converted(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _models(values: Any) -> Iterator[dict[str, Any]]:
-    """Yields every description of a model in a record, wherever it stands."""
+    """Yields every description of a model in a record, at any depth."""
     if isinstance(values, dict):
         if "local_window_size" in values:
             yield values
@@ -113,27 +113,27 @@ def _models(values: Any) -> Iterator[dict[str, Any]]:
 
 
 def differences(first: Experiment, second: Experiment) -> list[str]:
-    """The fields in which two experiments differ, with both values, in words."""
+    """Describes the fields in which two experiments differ, with both values."""
     found = changed_fields(first, second)
     return [f"{name}: {there!r} there, {here!r} here" for name, (there, here) in found.items()]
 
 
 def changed_fields(first: Experiment, second: Experiment) -> dict[str, tuple[Any, Any]]:
-    """The fields in which two experiments differ, with both values."""
+    """Finds the fields in which two experiments differ, with both values."""
     a, b = flatten(to_json(first)), flatten(to_json(second))
     pairs = {name: (a.get(name, ABSENT), b.get(name, ABSENT)) for name in [*a, *b]}
     return {name: (there, here) for name, (there, here) in pairs.items() if there != here}
 
 
 def _model(values: Mapping[str, Any], task: Task) -> ModelConfig:
-    """The model of a config; its vocabulary is the task's if it says nothing of it."""
+    """Builds the model of a config; its default vocabulary is the task's."""
     encoding = encoding_of(values.get("position", {}), task)
     fields = {"vocab_size": task.vocab_size, **values, "position": encoding}
     return build(ModelConfig, fields, "model")
 
 
 def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelConfig:
-    """The model that follows from the base and the method; what a config states must agree."""
+    """Derives the model from the base and the method; fields in the config must agree."""
     hints = hints_of(ModelConfig)
     for name in values:
         require_known(name, hints, "model")
@@ -172,14 +172,14 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelC
 def _described(
     adapt: Adaptation, base: ModelConfig, wanted: positions.Encoding | None
 ) -> ModelConfig:
-    """The model that follows, which takes long to find out and is asked for many times."""
+    """Caches the derived model, which is slow to compute and needed many times."""
     return adaptation.describe(adapt, base, wanted).model.config
 
 
 def _in_place_of(
     old: positions.Encoding, position: Mapping[str, Any], adapt: Adaptation, task: Task
 ) -> positions.Encoding:
-    """The encoding of a mapping with ``kind``; its rotary start, if it has one, is the base's."""
+    """Builds the encoding of a mapping with ``kind``; any rotary start is the base's."""
     require(
         "kind" in position,
         "adapt.method = 'encoding' needs model.position.kind, the encoding to be put in place of "
@@ -196,7 +196,7 @@ def _in_place_of(
 
 
 def base_tokenizer(name: str) -> dict[str, Any]:
-    """The tokenizer of what is adapted, as fields of a task; none if it has none."""
+    """Returns the base's tokenizer as fields of a task, empty if it has none."""
     if record := read_record(Path(name)):
         task = record["experiment"]["task"]
         fields = [f.name for f in dataclasses.fields(Tokenized)]
@@ -205,7 +205,7 @@ def base_tokenizer(name: str) -> dict[str, Any]:
 
 
 def base_length(name: str) -> int | None:
-    """The tokens of a sequence that what is adapted was trained on; None: nothing says it."""
+    """Returns the base's trained sequence length in tokens; None if it is not recorded."""
     if record := read_record(Path(name)):
         task = record["experiment"]["task"]
         return task.get("train_length") or task.get("sequence_length")
@@ -215,7 +215,7 @@ def base_length(name: str) -> int | None:
 
 
 def base_model(name: str) -> ModelConfig:
-    """The description of what is adapted."""
+    """Returns the description of the base."""
     folder = Path(name)
     if record := read_record(folder):
         config = from_mapping(record["experiment"]).model
@@ -229,10 +229,10 @@ def base_model(name: str) -> ModelConfig:
 
 
 def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
-    """The encoding of a mapping with ``kind``; the task knows how numbers are written."""
+    """Builds the encoding of a mapping with ``kind``; the task knows how numbers are written."""
     values = position_fields(values)
     if "encodings" in values and "/" in values["kind"]:
-        # A schedule as runs keep it: with the encoding of each of its layers.
+        # A schedule as runs keep it: with the encoding of each layer.
         return create({**values, "encodings": [encoding_of(x, task) for x in values["encodings"]]})
     kind = values.pop("kind")
     known = option_names(kind)

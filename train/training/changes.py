@@ -13,19 +13,19 @@ from train.experiment import Experiment, changed_fields, differences
 from train.training import runs
 from train.training.checkpoint import Report
 
-# How a run is called and judged, where it is computed, and when it writes what: no number that it
-# has trained depends on them.
+# A run's name, evaluation, devices, and when it writes what: no trained number depends on these
+# fields.
 FREE = (
     *("name", "evaluation", "sharding", "task.cache"),
     *("train.log_every", "train.save_every", "train.keep", "adapt.replace_scaling"),
 )
 LONGER = (*FREE, "train.steps")
-# These are of a call, not of the run.
+# These belong to a call, not to the run.
 NOT_KEPT = ("evaluation", "sharding")
 
 
 def check_same(folder: Path, experiment: Experiment, free: Sequence[str] = FREE) -> None:
-    """Raises ValueError, naming fields and values, unless a run is of this experiment.
+    """Raises ValueError, naming fields and values, unless a run has this experiment.
 
     Args:
       folder: of the run.
@@ -49,7 +49,7 @@ def check_same(folder: Path, experiment: Experiment, free: Sequence[str] = FREE)
 
 
 def describe(before: Experiment, now: Experiment, step: int) -> list[str]:
-    """Describes what changes, and what a different number of steps does to the learning rate.
+    """Describes the changes, and the effect of a different number of steps on the learning rate.
 
     Args:
       before: the experiment as the run has recorded it.
@@ -81,7 +81,7 @@ def describe(before: Experiment, now: Experiment, step: int) -> list[str]:
 
 
 def take_over(folder: Path, now: Experiment, step: int, report: Report) -> None:
-    """Writes what is another from this step on into the record of a run.
+    """Records the fields that differ from this step on in a run's record.
 
     Args:
       folder: of the run, which passes :func:`check_same`.
@@ -102,7 +102,7 @@ def take_over(folder: Path, now: Experiment, step: int, report: Report) -> None:
 
 
 def _kept(before: Experiment, now: Experiment) -> dict[str, tuple]:
-    """The fields that differ, with both values, but for those that the run does not take over."""
+    """Returns the differing fields that the run takes over, with both values."""
     found = changed_fields(before, now)
     return {name: values for name, values in found.items() if not _within(name, NOT_KEPT)}
 

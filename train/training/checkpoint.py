@@ -3,9 +3,9 @@
 A run's checkpoint of step 1000 is the folder ``00001000`` with its manifest ``00001000.sha256``
 beside it. Orbax writes the folder, asynchronously, and moves it into place in one piece; then the
 SHA-256 of each of its files is written atomically to the manifest, in the format of
-``sha256sum --check``. Without a manifest a folder does not count; with one that does not agree it
-is reported and the checkpoint before it is used. (Orbax itself restores arrays with flipped bytes
-without a word.)
+``sha256sum --check``. A folder without a manifest does not count. If the manifest does not agree,
+this is reported and the previous checkpoint is used. (Orbax itself silently restores arrays with
+flipped bytes.)
 
 This is the only file that knows orbax.
 """
@@ -61,7 +61,7 @@ class Checkpoints:
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if isinstance(error, Exception) and distributed.is_peer_lost(error):
-            # What is being written waits for the other process, and never becomes complete.
+            # The pending save waits for the other process, and never becomes complete.
             self._worker.shutdown(wait=False)
             return
         try:
@@ -90,29 +90,29 @@ class Checkpoints:
             return
         parts = {"state": state} | _positions(data=data, sums=sums)
         context = ocp.Context()
-        # Else each process looks whether there is a folder of that name, and one that looks after
-        # the first has removed it waits elsewhere than the others.
+        # Otherwise each process checks for a folder of that name. One that checks after the first
+        # has removed it waits in another place than the others.
         context.file_options.skip_sync_file_validations = True
         with context:
             response = ocp.save_checkpointables_async(self._path(step), parts, overwrite=True)
         self._pending = self._worker.submit(self._commit, step, response)
 
     def wait(self) -> None:
-        """Returns once the last save has its manifest; raises what went wrong in it."""
+        """Returns once the last save has its manifest; raises any error of it."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def wait_for_all(self) -> None:
-        """Returns once the last save counts: the manifest is the first process's to write.
+        """Returns once the last save counts: the first process writes the manifest.
 
-        All processes must call it. One that left before would take the first with it.
+        All processes must call it. One that left earlier would end the first too.
         """
         self.wait()
         distributed.wait_for_all()
 
     def problems(self, step: int) -> list[str]:
-        """Returns what is wrong with the checkpoint of ``step`` according to its manifest."""
+        """Lists the problems of the checkpoint of ``step`` according to its manifest."""
         expected = {}
         for line in self._manifest(step).read_text(encoding="utf-8", errors="replace").splitlines():
             match = _MANIFEST_LINE.fullmatch(line)
@@ -138,7 +138,7 @@ class Checkpoints:
           template: pytree of arrays or ``jax.ShapeDtypeStruct``; a leaf without sharding is put on
             the first device.
           data: a grain iterator to be moved to its saved position; or None.
-          sums: what was saved as such, to be set; as it is where nothing was; or None.
+          sums: is set to the saved ``sums``, or unchanged if there are none; or None.
           partial: ``template`` holds only some of the saved entries, such as ``{"params": ...}``.
 
         Returns:
@@ -153,7 +153,7 @@ class Checkpoints:
         return step, self._load(step, template, _positions(data=data, sums=sums), partial)
 
     def forget_after(self, step: int) -> None:
-        """Lets the checkpoints later than ``step`` no longer count; their folders stay for now."""
+        """Makes the checkpoints later than ``step`` not count; their folders stay for now."""
 
         def forget() -> None:
             for later in self.steps():
@@ -214,11 +214,11 @@ class Checkpoints:
                 self._report(f"an old checkpoint could not be removed: {error}")
 
     def _prune(self) -> None:
-        """Removes all but the newest ``keep`` checkpoints, and what earlier crashes left behind.
+        """Removes all but the newest ``keep`` checkpoints, and remains of earlier crashes.
 
-        Manifests go before folders, and after an error nothing goes, so that a half-removed
-        checkpoint does not count. Whatever is later than the newest checkpoint stays: it was set
-        aside by :meth:`forget_after`.
+        Manifests are removed before folders, and nothing after an error, so that a half-removed
+        checkpoint does not count. Later folders than the newest checkpoint stay:
+        :meth:`forget_after` set them aside.
         """
         kept = self.steps()[-self._keep :]
         old = [
@@ -261,13 +261,13 @@ def _positions(**parts: Any) -> dict[str, Any]:
 class _Position:
     """The position of a grain iterator, or the like, which is the same in all processes.
 
-    Written once, it can be read by any number of processes; grain itself writes a file for each,
-    which only as many can read.
+    Written once, it can be read by any number of processes. Grain itself writes a file for each
+    process, which only as many can read.
     """
 
     def __init__(self, iterator: Any):
         self._iterator = iterator
-        # Why the iterator does not take what was saved. Raised, orbax would tell its own story.
+        # Why the iterator rejects the saved position. If raised, orbax would replace the message.
         self.refused: ValueError | None = None
 
     async def save(self, directory: Any) -> Awaitable[None]:

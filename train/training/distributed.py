@@ -1,6 +1,6 @@
 """Several processes that train one model: how they find one another and agree.
 
-What ``jax.distributed`` offers, with errors and words of our own. With one process every function
+This wraps ``jax.distributed`` with our own errors and messages. With one process every function
 here does nothing.
 """
 
@@ -27,13 +27,13 @@ from train.checks import require
 
 T = TypeVar("T")
 
-# Seconds without a sign of life after which a process counts as dead, and the others end too.
+# Seconds without a heartbeat after which a process counts as dead, and the others end too.
 HEARTBEAT = 60
 # Seconds for all processes to appear: a pod's hosts do not start together.
 APPEARANCE = 600
-# Seconds in which processes that are done wait for the first one, which evaluates: a week.
+# Seconds that finished processes wait for the first one, which evaluates: a week.
 EVALUATION = 7 * 24 * 3600
-# Seconds for the main thread to say what it knows of the loss of another process, before it ends.
+# Seconds for the main thread to report the loss of another process before it ends.
 PATIENCE = 5
 # The exit code for that.
 PEER_LOST = 4
@@ -42,7 +42,7 @@ SHOWN = 8
 
 
 def initialize(where: str) -> None:
-    """Joins the other processes; to be called before anything else of jax.
+    """Joins the other processes; call it before anything else of jax.
 
     Args:
       where: ``auto``, for what SLURM, Open MPI, Kubernetes (GKE) and TPU pods say in the
@@ -85,10 +85,10 @@ def initialize(where: str) -> None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _end_aborted(_: int) -> None:
-    """Answers SIGABRT, by which a thread of jax ends this process once another is gone.
+    """Handles SIGABRT, with which a jax thread ends this process once another is gone.
 
-    A handler of Python's would wait for the main thread, which may wait for the other process. An
-    abort in the main thread itself is none of jax's, and takes its course.
+    A Python handler would wait for the main thread, which may wait for the other process. An abort
+    in the main thread itself is not from jax, and proceeds.
     """
     if threading.get_ident() != threading.main_thread().ident:
         time.sleep(PATIENCE)
@@ -107,13 +107,13 @@ def is_one_of_several() -> bool:
 
 def is_peer_lost(error: Exception) -> bool:
     """Returns whether an error, in a step or in saving, says that another process is gone."""
-    # Not all that jax raises is a JaxRuntimeError.
+    # Not all errors of jax are JaxRuntimeErrors.
     told = re.search("CoordinationService|Gloo .* failed", str(error))
     return bool(told or isinstance(error, jax.errors.JaxRuntimeError)) and is_one_of_several()
 
 
 def is_main() -> bool:
-    """Returns whether this process writes what only one may write."""
+    """Returns whether this process writes the files that only one may write."""
     return jax.process_index() == 0
 
 
@@ -125,7 +125,7 @@ def report(message: str) -> None:
 
 
 def agreed(value: Callable[[], T]) -> T:
-    """Returns ``value()`` of process 0, in JSON types; it is not called in others.
+    """Returns ``value()`` of process 0, in JSON types; others do not call it.
 
     Raises:
       ValueError: in all processes, if ``value()`` raises ValueError or OSError in process 0.
@@ -168,7 +168,7 @@ def require_same(value: str, problem: str) -> None:
 
 
 def _named(processes: list[int]) -> str:
-    """The numbers of the first few processes."""
+    """Lists the numbers of the first few processes."""
     shown = ", ".join(map(str, processes[:SHOWN]))
     more = f" and {len(processes) - SHOWN} others" if len(processes) > SHOWN else ""
     return ("process " if len(processes) == 1 else "processes ") + shown + more
@@ -180,7 +180,7 @@ def wait_for_all() -> None:
 
 
 def preempted(step: int) -> bool:
-    """Returns whether a process has received SIGTERM, and all are to stop after ``step``."""
+    """Returns whether a process has received SIGTERM, so all must stop after ``step``."""
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic that a call or a training step has to do, and what chips can do at most."""
+"""The arithmetic of a call or a training step, and the peak rates of chips."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Chip:
     host: int
 
 
-# TPUs of a slice are joined by their links whatever their host, so `network` is that of slices.
+# Links join the TPUs of a slice across hosts, so `network` is between slices.
 CHIPS = {
     "v4": Chip("TPU v4", "TPU v4", 275e12, 32 * GB, 1228e9, 300e9, 6.25e9, 4),
     "v5e": Chip("TPU v5e", "TPU v5 lite", 197e12, 16 * GB, 819e9, 200e9, 3.125e9, 8),
@@ -57,7 +57,7 @@ CHIPS = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The chip that jax calls ``device_kind``, or None if it is not known.
+    """Finds the chip that jax calls ``device_kind``; None if it is unknown.
 
     >>> find_chip("TPU v5 lite").name
     'TPU v5e'
@@ -72,7 +72,7 @@ MLP_PROJECTIONS = ("gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Products of attention, in units of one that is queries x keys x head dimension.
+    """Products of attention, in units of queries x keys x head dimension.
 
     Attributes:
       forward: of the forward pass.
@@ -95,7 +95,7 @@ THREE_CALLS = Products(6, 15)  # values, cosines and sines in full width: the pu
 
 
 def peak(device_kind: str, dtype: str) -> float | None:
-    """Operations per second that a chip can do at most, or None if that is not known."""
+    """Returns the peak operations per second of a chip; None if it is unknown."""
     chip = find_chip(device_kind)
     return chip.operations if chip and dtype == "bfloat16" else None
 
@@ -106,7 +106,7 @@ Window = int | tuple[int, int] | None
 def visible_pairs(
     length: int, *, is_causal: bool = True, local_window_size: Window = None
 ) -> float:
-    """Pairs of a query and a key that it sees; the causal rule leaves half of them.
+    """Counts pairs of a query and a visible key; the causal rule leaves half.
 
     Pairs on the edge count half, so that a window as long as the sequence changes nothing.
     """
@@ -137,9 +137,9 @@ def attention_flops(
 def model_flops(config: ModelConfig, batch: int, length: int) -> float:
     """Operations of a training step: three times those of the forward pass's matrix products.
 
-    Nothing that the backward pass computes again is counted, nor are norms, activations, rotations
-    or the look-up of embeddings (the convention of PaLM, appendix B, with causal pairs halved), nor
-    experts that a token does not take.
+    The count leaves out recomputation in the backward pass, norms, activations, rotations and the
+    look-up of embeddings (the convention of PaLM, appendix B, with causal pairs halved). It also
+    leaves out experts that a token does not take.
     """
     c, kinds = config, Transformer(config).encoding.of_layers(config.num_layers)
     per_token = c.hidden_size * c.vocab_size
@@ -171,7 +171,7 @@ def _mlp_products(config: ModelConfig) -> int:
 
 
 def _update_products(config: ModelConfig, encoding: Encoding) -> int:
-    """Multiplications of one token's position update in the rotary form, but for scales."""
+    """Multiplications of one token's position update in the rotary form, without scales."""
     params = encoding.layer_params(config.sizes, updates=True)
     over_heads = (params[name].shape for name in ("mix", "origin", "target") if name in params)
     mixing = sum(math.prod(shape) * config.dim for shape in over_heads if len(shape) == 2)

@@ -1,4 +1,4 @@
-"""Models of runs and of Llama folders with their tokenizers, and how they go on with prompts."""
+"""Loads models of runs and Llama folders with their tokenizers, and continues prompts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Speaker:
       encode: prompt to token ids.
       decode: token ids to text.
       eos: id of the token that ends a text, or None.
-      codec: the tokenizer, or None of a task that has none.
-      steps: of training, taken and wanted; None of a Llama folder.
+      codec: the tokenizer, or None for a task without one.
+      steps: of training, taken and wanted; None for a Llama folder.
     """
 
     model: Transformer
@@ -47,9 +47,9 @@ class Speaker:
     steps: tuple[int, int] | None = None
 
     def continuation(self, prompt: np.ndarray, new: Sequence[int]) -> str:
-        """The text of new tokens behind a prompt.
+        """Decodes new tokens after a prompt.
 
-        Some tokenizers write the space between two words where they see both words only.
+        Some tokenizers write the space between two words only if they see both.
         """
         before = self.decode(prompt.tolist())
         whole = self.decode([*prompt.tolist(), *new])
@@ -62,7 +62,7 @@ def load(
     tokenizer: str | None = None,
     mesh: ShardingConfig | None = None,
 ) -> Speaker:
-    """The model of a run or of a Llama folder.
+    """Loads the model of a run or Llama folder.
 
     Args:
       folder: of either.
@@ -100,7 +100,7 @@ def load(
 def _llama(
     folder: Path, adapter: Path | None, mesh: ShardingConfig | None
 ) -> tuple[Transformer, Any]:
-    """The model of a Llama folder and its variables, on a mesh if there is one."""
+    """Loads a Llama folder's model and variables, on a mesh if there is one."""
     sharding = places = None
     if mesh is not None:
         sharding = dataclasses.replace(mesh.build(jax.local_devices()), strict=False)
@@ -119,7 +119,7 @@ def _llama(
 def stream(
     speaker: Speaker, prompts: Sequence[np.ndarray], new: int, **sampling: Any
 ) -> Iterator[tuple[list[list[int]], Cache]]:
-    """Yields the continuations so far, after every few tokens, without what follows the end token.
+    """Yields the continuations so far, after every few tokens, up to the end token.
 
     Args:
       speaker: the model.
@@ -131,8 +131,8 @@ def stream(
       For each prompt the ids of its continuation, and the cache.
 
     Raises:
-      ValueError: if a prompt is empty, or the longest with its continuation is longer than the
-        model takes.
+      ValueError: if a prompt is empty, or the longest with its continuation is too long for the
+        model.
     """
     model, variables = speaker.model, speaker.variables
     tokens, lengths = pad_prompts(prompts, vocab_size=model.config.vocab_size)
@@ -145,7 +145,7 @@ def stream(
         f"most {limit}",
     )
     stop = None if speaker.eos is None else jnp.array([speaker.eos])
-    # Padding after a stop repeats it, so that a row is known to have ended.
+    # Padding repeats the stop token, which shows that a row has ended.
     step = jax.jit(
         functools.partial(decode, model, stop=stop, pad_id=speaker.eos or 0, **sampling),
         static_argnums=3,

@@ -1,4 +1,4 @@
-"""The loss of text that is not trained on, while training goes on."""
+"""Reports the loss of held-out text during training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from train.training.step import part_loss
 
 
 class HeldOut:
-    """Says how well a model in training predicts held-out text, and when it gets worse.
+    """Reports how well a model in training predicts held-out text, and when it gets worse.
 
-    It takes part in nothing that is trained or saved.
+    It affects nothing that is trained or saved.
     """
 
     def __init__(self, experiment: Experiment, sharding: Sharding | None, frozen: Any = None):
@@ -55,7 +55,7 @@ class HeldOut:
     ) -> HeldOut | None:
         """Makes an instance; None for a task without held-out batches, or several processes.
 
-        None, too, where the text is not there: a run that is continued does without, and says so.
+        It is also None if the text is missing: a continued run goes on without it and says so.
         """
         if jax.process_count() > 1 or not hasattr(experiment.task, "held_out_batch"):
             return None
@@ -66,7 +66,7 @@ class HeldOut:
             return None
 
     def describe(self, step: int, params: Any) -> str:
-        """Says the epochs and held-out loss after a step, and whether it was lower before."""
+        """Describes the epochs and held-out loss after a step, and whether it was lower before."""
         epochs = f"{step * self._batch_size / self._epoch:.3g} epochs"
         if self._batch is None:
             return f"step {step:,}: {epochs}; too little text is held out to say a loss of it"

@@ -43,22 +43,22 @@ def train(
 ) -> None:
     """Trains in a run folder until the last step.
 
-    Several processes, joined by :func:`train.training.distributed.initialize`, call it alike; the
-    first writes what only one may write.
+    Several processes, joined by :func:`train.training.distributed.initialize`, all call it; the
+    first writes files that only one may write.
 
     Args:
       experiment: what to train.
       folder: a new run folder, or that of a run without a step; with ``resume`` also one made by
         the same experiment.
-      resume: continue from its newest intact checkpoint, bit for bit; start where there is none.
-      profile: steps of which a trace is written to the folder ``profile``.
+      resume: continue from its newest intact checkpoint, bit for bit; start if there is none.
+      profile: steps whose trace is written to the folder ``profile``.
       report: called with a sentence about each notable event.
       clock: began when the program did; None: the time begins now.
-      tune: whether an accelerator that knows nothing like it measures attention first.
+      tune: whether an accelerator without similar measurements measures attention first.
 
     Raises:
       Stopped: on SIGINT, SIGTERM or SIGHUP, after saving; or when the loss is not finite.
-      ValueError: if the folder is not as it should be, or the mesh does not fit.
+      ValueError: if the folder is unsuitable, or the mesh does not fit.
     """
     clock = clock or Clock()
     config, last = experiment.train, experiment.steps
@@ -109,7 +109,7 @@ def train(
 
 
 def open_data(experiment: Experiment, sharding: Sharding | None) -> Any:
-    """The iterator of the batches to train on, of which each process has its share.
+    """Opens the iterator of training batches, which gives each process its share.
 
     Raises:
       ValueError: if the processes do not read the same text.
@@ -124,7 +124,7 @@ def open_data(experiment: Experiment, sharding: Sharding | None) -> Any:
 def open_folder(
     experiment: Experiment, folder: Path, begin: runs.Start, report: Report, *, begun: bool | None
 ) -> None:
-    """Makes the run's folder, or sees that it still is as it was found.
+    """Makes the run's folder, or checks that it has not changed.
 
     Args:
       experiment: what is trained.
@@ -134,7 +134,7 @@ def open_folder(
       begun: whether the run that is there has trained; None: there is none.
 
     Raises:
-      ValueError: if another process was there meanwhile, or not all see the same folder.
+      ValueError: if another process used it meanwhile, or not all see the same folder.
     """
     if begun is not None:
         distributed.agreed(lambda: runs.require_begun(folder, begun))
@@ -155,12 +155,12 @@ def open_trace(folder: Path, profile: range | None, taken: range, report: Report
 
 
 class Resumable(NamedTuple):
-    """The parts of a checkpoint beside the state, and the checkpoints to which they go.
+    """The parts of a checkpoint besides the state, and where they are saved.
 
     Attributes:
       checkpoints: of the run.
       data: the iterator of batches.
-      sums: what the next line of metrics will be made of.
+      sums: of the next line of metrics.
     """
 
     checkpoints: Checkpoints
@@ -172,7 +172,7 @@ class Resumable(NamedTuple):
         self.checkpoints.save(step, state, self.data, self.sums)
 
     def restore(self, program: StepProgram) -> tuple[int, TrainState]:
-        """The step and the state of the newest intact checkpoint; later ones no longer count."""
+        """Restores the newest intact checkpoint's step and state; later ones no longer count."""
         start, state = self.checkpoints.restore(program.template, self.data, self.sums)
         self.checkpoints.forget_after(start)
         return start, state
@@ -180,12 +180,12 @@ class Resumable(NamedTuple):
     def first(
         self, program: StepProgram, begin: runs.Start, experiment: Experiment
     ) -> tuple[int, TrainState]:
-        """Step 0 and the state before training, which is saved."""
+        """Saves and returns step 0 and the state before training."""
         seed = np.asarray(jax.random.key_data(jax.random.key(experiment.seed)))
         compile_in_turn(program.initial.lower(begin.params, seed))
         state = program.initial(begin.params, seed)
         self.save(0, state)
-        self.checkpoints.wait()  # From here on a run without checkpoints has lost them.
+        self.checkpoints.wait()  # From now on, a run without checkpoints has lost them.
         return 0, state
 
 
@@ -219,7 +219,7 @@ class Trainer:
         signals: Signals,
         report: Report,
     ) -> TrainState:
-        """Takes all steps, saves on the way and after the last one, and returns the last state.
+        """Takes all steps, saves during and after them, and returns the last state.
 
         Raises:
           Stopped: after saving, on a signal; or when a number is not finite.
@@ -255,7 +255,7 @@ class Trainer:
         return state
 
     def _compile(self, state: TrainState, batch: Any, report: Report) -> None:
-        """Compiles the step, and says which attention it takes."""
+        """Compiles the step, and reports its attention implementation."""
         with recorded_plans() as plans:
             lowered = self.step.lower(state, batch, self.frozen)
         report(messages.describe_attention(plans))
@@ -263,7 +263,7 @@ class Trainer:
 
 
 def report_adapter(folder: Path, begin: runs.Start, params: Any, report: Report) -> None:
-    """Writes what an adapted run trained, if safetensors is installed."""
+    """Writes an adapted run's trained parameters, if safetensors is installed."""
     try:
         report(f"written: {runs.write_adapter(folder, begin, params)}")
     except NotImplementedError as reason:
@@ -273,17 +273,17 @@ def report_adapter(folder: Path, begin: runs.Start, params: Any, report: Report)
 def measure_attention(
     experiment: Experiment, sharding: Sharding | None, report: Report, *, tune: bool
 ) -> None:
-    """Measures attention on an accelerator that knows no calls like those of a training.
+    """Measures attention on an accelerator without measurements for a training's calls.
 
-    That takes a minute at most, apart from a compilation that was begun. It is measured with a
-    state and without, whatever the encoding: trainings of one comparison then need the same. All
-    processes go by what the first has measured.
+    That takes a minute at most, apart from a compilation that was begun. It is measured with and
+    without a state for every encoding, so that trainings of one comparison need the same. All
+    processes use the first one's measurements.
 
     Args:
       experiment: what is trained.
       sharding: of :func:`build_sharding`.
-      report: called with what is done.
-      tune: whether to measure; if not, only what is known is shared.
+      report: called with each action.
+      tune: whether to measure; if not, only known measurements are shared.
     """
     model, train = experiment.model, experiment.train
     if model.attention_implementation is not None:
@@ -304,7 +304,7 @@ def measure_attention(
 
 
 def open_metrics(experiment: Experiment, folder: Path, start: int, sums: Sums) -> Metrics:
-    """The outputs of a training that goes on from a step."""
+    """Opens the outputs of a training that continues from a step."""
     return Metrics(
         folder,
         experiment.steps,
@@ -319,7 +319,7 @@ def open_metrics(experiment: Experiment, folder: Path, start: int, sums: Sums) -
 
 @contextlib.contextmanager
 def abandonable(folder: Path, task: Task) -> Iterator[None]:
-    """Says what is saved where Ctrl-C ends a training at once, after all in this block is done."""
+    """Reports what is saved if Ctrl-C ends a training at once, after this block's cleanup."""
     try:
         yield
     except KeyboardInterrupt:
@@ -327,7 +327,7 @@ def abandonable(folder: Path, task: Task) -> Iterator[None]:
 
 
 def prepared(experiment: Experiment, *, strict: bool) -> list[str]:
-    """Returns the line on what the task will read or ask; none if there is nothing to say.
+    """Returns the line on what the task will read or ask, if there is one.
 
     Args:
       experiment: what is trained.
@@ -391,7 +391,7 @@ def build_program(experiment: Experiment, params: Any, sharding: Sharding | None
 
 
 def build_sharding(experiment: Experiment, report: Report) -> Sharding | None:
-    """The mesh of an experiment on the devices that are here; None: one device.
+    """Builds an experiment's mesh on the devices of this machine; None: one device.
 
     Raises:
       ValueError: if it does not fit the devices, the model or the batch.

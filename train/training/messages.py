@@ -22,7 +22,7 @@ from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 
 def program(task: Task) -> str:
-    """Returns the call of the command line that knows a task, from this folder in this Python."""
+    """Returns the command line for a task, from this folder in this Python."""
     main = tasks.program(task)
     if shutil.which("python") == sys.executable:
         return f"python -m {main}"
@@ -47,13 +47,13 @@ def begins(experiment: Experiment, folder: Path) -> str:
 
 
 def ended(folder: Path, steps: int, values: Mapping[str, float], clock: Clock) -> str:
-    """Returns the line that reports a training which came to its end."""
+    """Returns the line that reports a finished training."""
     loss = f", loss {values['loss']:.4f}" if "loss" in values else ""
     return f"{folder}: {steps:,} steps done{loss}, in {clock}"
 
 
 def next_commands(folder: Path, experiment: Experiment, *, evaluated: bool = False) -> str:
-    """Returns the commands that can follow with a trained run."""
+    """Returns the next commands for a trained run."""
     task = experiment.task
     calls = [] if evaluated else [f"{program(task)} eval --run={_quoted(folder)}"]
     if asking := ask(folder, task):
@@ -64,18 +64,18 @@ def next_commands(folder: Path, experiment: Experiment, *, evaluated: bool = Fal
 
 
 def ask(folder: Path, task: Any) -> str | None:
-    """The command by which a run is asked a question of its task; None if it takes none."""
+    """Returns the command that asks a run a question; None if its task takes none."""
     example = getattr(task, "question_example", None)
     return example and f"{program(task)} ask --run={_quoted(folder)} {shlex.quote(example)}"
 
 
 def generate(folder: Path, task: Task, prompt: str) -> str:
-    """The command by which a run continues a prompt."""
+    """Returns the command that continues a prompt."""
     return f"{program(task)} generate --run={_quoted(folder)} --prompt {shlex.quote(prompt)}"
 
 
 def interrupted(folder: Path, task: Task, step: int, number: int) -> Stopped:
-    """Returns the exception for a training that a signal has stopped, and that is saved."""
+    """Returns the exception for a saved training that a signal has stopped."""
     return Stopped(
         f"stopped by {signal.Signals(number).name} after step {step}, which is saved; to "
         f"continue:\n{_resume(folder, task)}",
@@ -84,12 +84,12 @@ def interrupted(folder: Path, task: Task, step: int, number: int) -> Stopped:
 
 
 def saving(folder: Path) -> str:
-    """Returns the message that answers at once a signal which asks a training to end."""
+    """Returns the immediate message for a signal that asks a training to end."""
     return f"saving; again to abandon the steps since {_newest(folder)}"
 
 
 def abandoned(folder: Path, task: Task) -> str:
-    """Returns the message that says what is left of a training that did not wait for its save."""
+    """Returns the message on what remains of a training that did not wait for its save."""
     return (
         f"the steps since {_newest(folder)} are abandoned; that step of {folder} is saved, to "
         f"continue:\n{_resume(folder, task)}"
@@ -115,12 +115,12 @@ def describe_attention(plans: Sequence[AttentionPlan]) -> str:
 
 
 def _keywords(options: Mapping[str, Any]) -> str:
-    """Returns the options of an implementation, to stand after its name."""
+    """Returns an implementation's options as text after its name."""
     return "".join(f" {name}={value}" for name, value in options.items())
 
 
 def _newest(folder: Path) -> int:
-    """The last step that is saved; the start can be made again."""
+    """Returns the last saved step; the start can be recomputed."""
     return max(runs.saved_steps(folder), default=0)
 
 

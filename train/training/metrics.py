@@ -1,7 +1,7 @@
 """The metrics of a training run, for people and for programs.
 
 ``metrics.jsonl`` holds one JSON object per line, TensorBoard the same numbers, and a terminal a
-progress bar. The files are appended to; a resumed run first cuts what lies past its checkpoint.
+progress bar. The files are appended to; a resumed run first cuts lines past its checkpoint.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Progress:
     @staticmethod
     @contextlib.contextmanager
     def of(label: str) -> Iterator[Callable[[int, int], None]]:
-        """A function to be called with the numbers of items done and of items to be done."""
+        """Yields a function to call with the numbers of items done and of all items."""
         progress: Progress | None = None
 
         def update(done: int, total: int) -> None:
@@ -95,7 +95,7 @@ class Progress:
 
 
 class NonFiniteError(Exception):
-    """A number that must be finite is not."""
+    """Raised if a number that must be finite is not."""
 
     def __init__(self, step: int, what: str, how: str = "is not finite"):
         super().__init__(f"{what} {how} at step {step}")
@@ -106,8 +106,8 @@ class Work(NamedTuple):
 
     Attributes:
       tokens: of a batch: its size times the length of its sequences.
-      operations: that the mathematics of a step needs (:func:`train.training.flops.step_flops`).
-      peak: operations per second that all devices together can do at most; None: not known.
+      operations: needed by a step's mathematics (:func:`train.training.flops.step_flops`).
+      peak: most operations per second of all devices together; None: unknown.
     """
 
     tokens: int
@@ -123,7 +123,7 @@ class Work(NamedTuple):
 
 
 def memory_in_use() -> dict[str, float]:
-    """The most memory that the first device has had in use, where it tells."""
+    """Returns the first device's peak memory in use, if it reports that."""
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     return {} if peak is None else {"peak_memory_gb": peak / 1e9}
@@ -147,7 +147,7 @@ class ProfilerTrace:
         self._stop()
 
     def before(self, step: int, state: Any) -> None:
-        """Starts or stops the trace; called before each step, with what the step before gave."""
+        """Starts or stops the trace; called before each step, with the previous step's state."""
         inside = step in self._steps
         if inside != self._running:
             jax.block_until_ready(state)
@@ -165,13 +165,13 @@ class ProfilerTrace:
 
 @dataclasses.dataclass
 class Sums:
-    """The sums of which the next line of metrics will be made; a checkpoint holds them.
+    """The running sums behind the next line of metrics; a checkpoint holds them.
 
     Attributes:
-      since: step of the line before; None: that from which training goes on.
-      steps: number of steps since that were not skipped.
-      skipped: number of those that were.
-      in_a_row: number of the last ones that were, without one between that was not.
+      since: step of the previous line; None: the step that training continues from.
+      steps: number of steps since then that were not skipped.
+      skipped: number of skipped steps since then.
+      in_a_row: number of the last consecutive steps that were skipped.
       totals: sums of the numbers of ``steps``, by name.
     """
 
@@ -182,7 +182,7 @@ class Sums:
     totals: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def means(self) -> dict[str, float]:
-        """Returns the means of the next line, if it were written now."""
+        """Returns the means that a line written now would have."""
         means = {name: total / self.steps for name, total in self.totals.items()}
         if self.skipped or "skipped" in means:
             means["skipped"] = float(self.skipped)
@@ -203,10 +203,10 @@ class Sums:
 
 
 class Metrics:
-    """Means over ``log_every`` steps, written to all outputs; people see how it goes at every step.
+    """Writes means over ``log_every`` steps to all outputs; shows progress at every step.
 
-    The numbers of a step are fetched from the device when those of the next one are recorded, so
-    that nobody waits for the step that has just been dispatched.
+    The numbers of a step are fetched from the device when the next step's are recorded, so that
+    nothing waits for the step that has just been dispatched.
 
     Attributes:
       last: the means of the last line.
@@ -228,18 +228,18 @@ class Metrics:
         Args:
           folder: the run's.
           total: steps of the whole run.
-          start: steps taken before; what the files say of later ones is removed.
-          work: what a step does.
+          start: steps taken before; entries for later ones are removed from the files.
+          work: of a step.
           log_every: steps between two lines.
-          sums: those of the checkpoint from which training goes on; None: there are none.
-          write: whether anything is written and shown; if not, numbers are checked only.
+          sums: of the checkpoint that training continues from; None: there are none.
+          write: whether anything is written and shown; if not, numbers are only checked.
           patience: how many steps in a row may be skipped.
         """
         self._total, self._work, self._log_every = total, work, log_every
         self._sums = sums = Sums() if sums is None else sums
         if sums.since is None:
             sums.since = start
-        # A line that was due only because training ended there is not, once it goes on.
+        # A line that was due only because training ended is not due when it continues.
         kept = start if start == total else sums.since
         self._outputs = _Outputs(folder, total, start, kept) if write else None
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
@@ -257,16 +257,16 @@ class Metrics:
             self._outputs.close()
 
     def record(self, step: int, values: Mapping[str, jax.Array]) -> None:
-        """Takes the numbers of one step, still on the device, and deals with those before them.
+        """Takes one step's numbers, still on the device, and processes the previous ones.
 
         Raises:
-          NonFiniteError: if one of the numbers before them is not finite.
+          NonFiniteError: if one of the previous numbers is not finite.
         """
         self.flush()
         self._pending = step, values
 
     def flush(self) -> None:
-        """Deals with the numbers recorded last; a line is written when one is due.
+        """Processes the numbers recorded last; writes a line when one is due.
 
         Raises:
           NonFiniteError: if one of them is not finite.
@@ -281,7 +281,7 @@ class Metrics:
         else:
             self._add(step, values)
         self._timed += self._clock is not None
-        if self._clock is None:  # The first step is mostly compilation and says nothing of speed.
+        if self._clock is None:  # The first step is mostly compilation, not a measure of speed.
             self._clock = time.monotonic()
         if step % self._log_every == 0 or step == self._total:
             self._write(step)
@@ -343,7 +343,7 @@ class _Outputs:
 
     def close(self) -> None:
         self._progress.close()
-        # Every line has been written out already; what fails here would hide an earlier error.
+        # Every line is already written; an error here would hide an earlier one.
         for output in (self._file, self._board):
             with contextlib.suppress(OSError):
                 output.close()
@@ -362,7 +362,7 @@ def describe(values: Mapping[str, float]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``; an unfinished last one is left out.
+    """Reads the lines of a ``metrics.jsonl``, without an unfinished last one.
 
     Raises:
       ValueError: naming the file and the line, if one is damaged.
@@ -391,11 +391,11 @@ def cut(path: Path, step: int) -> None:
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file that end, without their ends; none if there is no file."""
+    """Reads a file's complete lines, without line ends; none if it does not exist."""
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
-# What jax reports of a program that is traced, lowered and compiled, or taken from its cache.
+# Jax's events for a program that is traced, lowered and compiled, or loaded from cache.
 COMPILATION = (
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
@@ -419,7 +419,7 @@ def compiling_seconds() -> float:
 
 
 class Clock:
-    """Divides the time since it was made, or since an earlier moment, among what it was spent on.
+    """Divides the time since its creation, or an earlier moment, among activities.
 
     >>> clock = Clock(time.monotonic() - 2.0)
     >>> clock.lap("to start")
@@ -437,7 +437,7 @@ class Clock:
         self._parts: dict[str, float] = {}
 
     def lap(self, what: str) -> None:
-        """Counts the time since the last lap, but for compilation, as spent on ``what``."""
+        """Counts the time since the last lap, except compilation, as spent on ``what``."""
         now = time.monotonic()
         # Programs that are traced inside others are counted twice.
         compiling = min(_compiling - self._compiling, now - self._last)
@@ -446,13 +446,13 @@ class Clock:
         self._last, self._compiling = now, _compiling
 
     def __str__(self) -> str:
-        # What took no time is not worth a word.
+        # Activities that took no time are left out.
         parts = [f"{spoken(x)} {name}" for name, x in self._parts.items() if x >= 0.05]
         return f"{spoken(self._last - self._begun)}: {', '.join(parts)}"
 
 
 def spoken(seconds: float) -> str:
-    """A time in words.
+    """Formats a time.
 
     >>> spoken(3.21), spoken(75), spoken(7380)
     ('3.2 s', '1 min 15 s', '2 h 3 min')

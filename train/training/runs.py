@@ -1,10 +1,10 @@
-"""Run folders: how one is made, recognised, guarded and read back.
+"""Run folders: makes, recognises, guards and reads them.
 
-A run holds ``experiment.json`` (what was asked for), ``checkpoints/``, ``metrics.jsonl``,
-``tensorboard/`` and, once evaluated, ``evaluation.*``. One that adapts a trained model holds what
-was trained only, at its end also as ``adapter.safetensors``, and the base's fingerprint. Only
+A run holds ``experiment.json`` (the description), ``checkpoints/``, ``metrics.jsonl``,
+``tensorboard/`` and, once evaluated, ``evaluation.*``. A run that adapts a trained model holds only
+the trained parameters, at its end also as ``adapter.safetensors``, and the base's fingerprint. Only
 ``experiment.json`` with its format marker makes a folder a run; everything else is left alone. A
-process that trains holds ``.lock``.
+training process holds ``.lock``.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from train.training.checkpoint import Checkpoints, Report
 ADAPTER = "adapter.safetensors"
 LOCK = ".lock"
 SHOWN = 5
-# Seconds in which a folder that one host has made must be seen by the others.
+# Seconds until all hosts must see a folder that one host has made.
 APPEARANCE = 60
 ONE_TOKEN = jax.ShapeDtypeStruct((1, 1), "int32")
-# What a process that was killed leaves, and what there is of a run before its first step.
+# Files left by a killed process, and files of a run before its first step.
 _LEFT_OVER = re.compile(rf"{re.escape(LOCK)}|\.experiment\.json\.\d+\.tmp")
 _OF_A_START = {"experiment.json", "metrics.jsonl", "tensorboard", "checkpoints"}
 
@@ -59,14 +59,14 @@ def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None
     Args:
       folder: the run's.
       experiment: what is trained.
-      base: the fingerprint of what is adapted, if anything is.
+      base: the fingerprint of the adapted model, if any.
 
     Raises:
       ValueError: if the folder is not free (:func:`require_free`).
     """
     require_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Last of all what makes it a run: of one that was begun before, nothing may seem to be of this.
+    # The file that makes it a run comes last: nothing of an earlier one may seem to be part of it.
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     for name in ("tensorboard", "checkpoints"):
         place = folder / name
@@ -84,7 +84,7 @@ def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None
 def require_free(folder: Path) -> None:
     """Raises ValueError unless a run may be made in a folder.
 
-    There is none, it is empty, or it holds a run that has taken no step: its start is made again.
+    It does not exist, is empty, or holds a run without a step, whose start is made again.
     """
     if folder.is_dir():
         names = {path.name for path in folder.iterdir() if not _LEFT_OVER.fullmatch(path.name)}
@@ -110,7 +110,7 @@ def exists(folder: Path) -> bool:
 
 
 def seen(folder: Path) -> str:
-    """Returns what says which run is in a folder; waits for it, as a network may show it late."""
+    """Returns the identity of a folder's run; waits, as a network may show it late."""
     path, end = folder / "experiment.json", time.monotonic() + APPEARANCE
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.2)
@@ -118,13 +118,13 @@ def seen(folder: Path) -> str:
 
 
 def has_trained(folder: Path) -> bool:
-    """Returns whether a run has come so far that it must have a checkpoint."""
+    """Returns whether a run is so far that it must have a checkpoint."""
     with checkpoints(folder) as saved:
         return (folder / "metrics.jsonl").exists() or bool(saved.steps())
 
 
 def require_begun(folder: Path, begun: bool) -> None:
-    """Raises ValueError if what :func:`has_trained` said has changed: another process was there."""
+    """Raises ValueError if :func:`has_trained` has changed, because of another process."""
     require(
         has_trained(folder) == begun,
         f"another process has trained the run {folder} meanwhile: continue it again with --resume",
@@ -132,7 +132,7 @@ def require_begun(folder: Path, begun: bool) -> None:
 
 
 def load(folder: Path) -> Experiment:
-    """The experiment of a run folder.
+    """Loads a run folder's experiment.
 
     Raises:
       ValueError: if there is no such folder, or it is not a run.
@@ -141,12 +141,12 @@ def load(folder: Path) -> Experiment:
 
 
 def rewrite(folder: Path, experiment: Experiment, change: Mapping[str, Any]) -> None:
-    """Lets a run be of another experiment from now on, and keeps what the change was.
+    """Gives a run another experiment from now on, and records the change.
 
     Args:
       folder: the run's.
       experiment: what is trained now.
-      change: what is another, in JSON types.
+      change: the difference, in JSON types.
     """
     record = _record(folder)
     record["changes"] = [*record.get("changes", []), change]
@@ -161,10 +161,10 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
 def guarded(folder: Path) -> Iterator[None]:
     """Keeps a second process from writing to the run at the same time; makes its folder.
 
-    The lock is a file of its own, since others are replaced.
+    The lock is a separate file, since others are replaced.
 
     Raises:
-      ValueError: if another process is doing so.
+      ValueError: if another process is writing to it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK, f"another process is training the run {folder}"):
@@ -177,7 +177,7 @@ def checkpoints(folder: Path, *, keep: int = 3, report: Report = print) -> Check
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of a run of which there are checkpoints, ascending."""
+    """The steps of a run's checkpoints, ascending."""
     return checkpoint.saved_steps(folder / "checkpoints")
 
 
@@ -189,7 +189,7 @@ class TrainedRun(NamedTuple):
       step: optimiser steps taken.
       model: the Flax module.
       variables: its variables.
-      programs: that plan, keep and time its evaluation; None: each part has its own.
+      programs: plan, keep and time its evaluation; None: each part has its own.
     """
 
     experiment: Experiment
@@ -218,9 +218,9 @@ def max_length(config: tape.ModelConfig) -> int | None:
 def evaluation_sharding(
     experiment: Experiment, given: ShardingConfig | None = None
 ) -> Sharding | None:
-    """A mesh of the devices of this process, for the evaluation of a run; None: the first device.
+    """Builds a mesh of this process's devices, to evaluate a run; None: the first device.
 
-    Time is not split, nor what the mesh does not divide.
+    The time axis is not split, nor axes that the mesh does not divide.
 
     Args:
       experiment: of the run; its own mesh is taken if the devices here fit it.
@@ -244,7 +244,7 @@ def evaluation_sharding(
 def restore_model(
     folder: Path, report: Report = print, sharding: Sharding | None = None
 ) -> TrainedRun:
-    """The model of a run's newest intact checkpoint; with its base, if the run adapts one.
+    """Restores a run's newest intact checkpoint, with the base if the run adapts one.
 
     Args:
       folder: the run's.
@@ -272,7 +272,7 @@ def restore_model(
 
 
 def restore_for_evaluation(folder: Path, mesh: ShardingConfig | None = None) -> TrainedRun:
-    """The model of a run, where it is to be evaluated.
+    """Restores a run's model, placed for evaluation.
 
     Args:
       folder: the run's.
@@ -285,14 +285,14 @@ def restore_for_evaluation(folder: Path, mesh: ShardingConfig | None = None) -> 
 
 
 def placed(shapes: Any, places: Any) -> Any:
-    """Adds their places to shapes and types."""
+    """Adds places to shapes and types."""
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
     )
 
 
 class Start(NamedTuple):
-    """The parameters from which a training starts.
+    """The parameters that a training starts from.
 
     Attributes:
       params: those that train, with None in place of the others; None: random ones, all of which
@@ -322,11 +322,11 @@ def start(
     *,
     begun: bool = False,
 ) -> Start:
-    """Returns the parameters from which the training of an experiment starts.
+    """Returns the parameters that the training of an experiment starts from.
 
     Args:
       experiment: what is trained.
-      folder: the run that is to be continued; None: a new one.
+      folder: the run to continue; None: a new one.
       report: called with a sentence about each notable event.
       sharding: where parameters go; None: the first device.
       begun: whether the run has a checkpoint, in which case ``train.initial`` is not read.
@@ -339,14 +339,14 @@ def start(
         wanted = experiment.train.initial and not begun
         params = initial_params(experiment, report, sharding) if wanted else None
         return Start(_put(params, experiment, sharding))
-    abstract_variables(experiment)  # It says so if the sequences do not fit the model.
+    abstract_variables(experiment)  # Raises if the sequences do not fit the model.
     made = adapted(experiment, folder, report, sharding)
     trainable, frozen = (_put(x, experiment, sharding) for x in adaptation.split(made))
     return Start(trainable, frozen, dataclasses.replace(made, variables=None))
 
 
 def _put(params: Any, experiment: Experiment, sharding: Sharding | None) -> Any:
-    """Puts parameters of an experiment's model where they belong."""
+    """Puts parameters of an experiment's model on their devices."""
     if sharding is None or params is None:
         return params
     return jax.device_put(params, sharding.of(Transformer(experiment.model), params))
@@ -358,7 +358,7 @@ def adapted(
     report: Report = print,
     sharding: Sharding | None = None,
 ) -> Adapted:
-    """The base of an experiment, adapted as at the start of training.
+    """Returns an experiment's base, adapted as at the start of training.
 
     Args:
       experiment: has the section ``adapt``.
@@ -404,7 +404,7 @@ def adapted(
 
 
 def write_adapter(folder: Path, start: Start, params: Any) -> Path:
-    """Writes what an adapted run trained, for :func:`tape_jax.adapt.load_adapter`.
+    """Writes an adapted run's parameters, for :func:`tape_jax.adapt.load_adapter`.
 
     Args:
       folder: the run's.
@@ -430,10 +430,10 @@ def write_adapter(folder: Path, start: Start, params: Any) -> Path:
 def initial_params(
     experiment: Experiment, report: Report = print, sharding: Sharding | None = None
 ) -> Any:
-    """The parameters that ``train.initial`` names: those of that run's newest intact checkpoint.
+    """Loads the newest intact checkpoint's parameters of the run that ``train.initial`` names.
 
     Raises:
-      ValueError: if there is none; or, listing all that differs, if they do not fit the model.
+      ValueError: if there is none; or, listing all differences, if they do not fit the model.
     """
     assert experiment.train.initial is not None
     folder = Path(experiment.train.initial.replace("{encoding}", experiment.model.position.kind))
@@ -468,14 +468,14 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def abstract_variables(experiment: Experiment) -> dict[str, Any]:
-    """Shapes and types of the model's variables, without computing anything."""
+    """Returns shapes and types of the model's variables, without computing them."""
     return jax.eval_shape(lambda: init_variables(experiment))
 
 
 def abstract_params(experiment: Experiment) -> tuple[Any, Any]:
     """Shapes and types of the parameters that train, and of the others, as training has them.
 
-    None stands for what the other has; without an adapted base the second is None.
+    None replaces the leaves of the other; without an adapted base the second is None.
     """
     params = abstract_variables(experiment)["params"]
     if experiment.adapt is None:
@@ -494,12 +494,12 @@ def count_parameters(experiment: Experiment) -> tuple[int, int]:
 
 
 def first_key(experiment: Experiment, seed: jax.Array | None = None) -> jax.Array:
-    """The random key of an experiment; ``seed`` is a raw one in place of its own."""
+    """The random key of an experiment; ``seed`` is a raw key that replaces it."""
     return jax.random.key(experiment.seed) if seed is None else jax.random.wrap_key_data(seed)
 
 
 def init_variables(experiment: Experiment, seed: jax.Array | None = None) -> dict[str, Any]:
-    """The model's variables at the start of training; to be traced by ``jax.jit``."""
+    """Initializes the model's variables for training; trace it with ``jax.jit``."""
     params_key, positions_key = jax.random.split(first_key(experiment, seed))
     tokens = jax.numpy.zeros((1, experiment.task.sequence_length), "int32")
     rngs = {"params": params_key, "positions": positions_key}
@@ -507,7 +507,7 @@ def init_variables(experiment: Experiment, seed: jax.Array | None = None) -> dic
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """Returns what a run's ``experiment.json`` holds; ValueError if the folder is no run."""
+    """Reads a run's ``experiment.json``; ValueError if the folder is not a run."""
     require(folder.is_dir(), f"there is no run folder {folder}")
     record = read_record(folder)
     if record is None:

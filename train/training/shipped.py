@@ -1,8 +1,8 @@
-"""Trained models in one file, for Python and for a page that is opened without a server.
+"""Trained models in one file, for Python and for a page opened without a server.
 
-Such a file is a script of one assignment, ``MODELS["tape"] = {...};``, which browsers load from a
-folder too. What it assigns is JSON: the experiment, where the model comes from, what its tokens are
-called, the shape of each parameter, and all of them as base64 of little-endian float16.
+The file is a script of one assignment, ``MODELS["tape"] = {...};``, which browsers can also load
+from a folder. The value is JSON: the experiment, the model's origin, the names of its tokens, the
+shape of each parameter, and all of them as base64 of little-endian float16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TYPE = np.dtype("<f2")
 
 
 def write(path: Path, trained: TrainedRun, facts: Mapping[str, Any]) -> None:
-    """Writes a model, called by the file's name, with its parameters rounded to 16 bits.
+    """Writes a model under the file's name, with parameters rounded to 16 bits.
 
     Args:
       path: the file, ``<name>.js``.
@@ -53,7 +53,7 @@ def write(path: Path, trained: TrainedRun, facts: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Returns what a file of :func:`write` holds.
+    """Reads a file of :func:`write`.
 
     Raises:
       ValueError: if there is no such file, or it is something else.
@@ -70,7 +70,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> TrainedRun:
-    """The model of a file of :func:`write`.
+    """Loads the model of a :func:`write` file.
 
     Raises:
       ValueError: if there is no such file, it is something else, or its parameters do not fit its

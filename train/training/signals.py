@@ -1,4 +1,4 @@
-"""The early end of a training: the exception that it raises, and the signals that ask for it."""
+"""The early end of a training: the exception it raises, and the signals that request it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Stopped(Exception):
 class Signals:
     """Remembers SIGINT, SIGTERM and SIGHUP while a step finishes; a second signal acts at once.
 
-    A signal that is ignored already, as SIGHUP is under ``nohup``, stays so.
+    A signal that is already ignored, as SIGHUP is under ``nohup``, stays ignored.
 
-    Python's handlers wait for the main thread, which may be inside a compilation or a long step.
-    What is to be said is therefore said by a thread of its own, at once; and where a second signal
-    finds the main thread like that, it ends the process.
+    Python's handlers wait for the main thread, which may be inside a compilation or a long step. A
+    separate thread therefore prints the messages at once. If the main thread is still busy at a
+    second signal, this thread ends the process.
 
     Attributes:
       received: number of the first signal, or 0.
@@ -52,8 +52,8 @@ class Signals:
         Args:
           as_preemption: whether SIGTERM is jax's, which makes several processes stop after the same
             step; SIGINT and SIGHUP are then passed on as SIGTERM, and ``received`` stays 0.
-          first: what to say of the first signal; None: nothing.
-          second: what to say of a second one that ends the process, where the main thread does not
+          first: the message for the first signal; None: nothing.
+          second: the message for a second one that ends the process, if the main thread does not
             answer; None: it is waited for.
         """
         self.received = 0
@@ -100,13 +100,13 @@ class Signals:
             signal.signal(*self._previous.popitem())
 
     def _watch(self, numbers: Sequence[int]) -> None:
-        """Lets a thread see signals, which the C library writes into a pipe when they come."""
+        """Starts a thread that reads signals from a pipe, where the C library writes them."""
         read, write = os.pipe()
         os.set_blocking(write, False)
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         thread = threading.Thread(target=self._say, args=(read, numbers), daemon=True)
         thread.start()
-        # In the opposite order: the thread ends where the pipe does.
+        # In reverse order: the thread ends with the pipe.
         self._stack.callback(os.close, read)
         self._stack.callback(thread.join, 1.0)
         self._stack.callback(os.close, write)

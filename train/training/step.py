@@ -22,8 +22,8 @@ from train.training import runs
 Array = jax.Array
 Batch = dict[str, Array]
 
-# Of the running mean of gradient norms: what a step leaves of it, and the weight from which it is
-# believed, that of about 20 steps.
+# The decay of the running mean of gradient norms, and the weight from which it is trusted, that of
+# about 20 steps.
 MEMORY, KNOWN = 0.99, 0.2
 # By platform. XLA's fusion of kernels with slices runs a kernel of a scanned layer twice: once for
 # the layer, once to write what the backward pass keeps.
@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
     """Everything that a step changes, and the random key.
 
     Attributes:
-      params: those that train; where a base is adapted, with None in place of the others.
+      params: those that train; if a base is adapted, with None in place of the others.
       opt_state: of the optimiser.
       step: optimiser steps taken, int32.
       key: raw random key, uint32; each step folds its number into it.
@@ -57,13 +57,13 @@ def init_state(
     params: Any = None,
     seed: Array | None = None,
 ) -> TrainState:
-    """The state before the first step; to be traced by ``jax.jit``.
+    """Builds the initial state; trace it with ``jax.jit``.
 
     Args:
       experiment: what is trained.
       optimizer: of :func:`make_optimizer`.
       params: to start from, with None in place of what does not train; None: random ones.
-      seed: raw random key in place of the experiment's, so that its program is that of all seeds.
+      seed: raw random key that replaces the experiment's, so that all seeds share a program.
     """
     if params is None:
         params = runs.init_variables(experiment, seed)["params"]
@@ -73,7 +73,7 @@ def init_state(
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW after clipping, with the schedule of ``config``."""
+    """Builds clipping and AdamW with the schedule of ``config``."""
     adamw = optax.adamw(
         config.learning_rates,
         b1=config.beta1,
@@ -93,7 +93,7 @@ def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
 
     Args:
       params: pytree of parameters.
-      no_decay: whole components of the paths of those to which it does not.
+      no_decay: whole path components of the parameters it does not apply to.
 
     Raises:
       ValueError: for an entry that matches nothing, unless it is one of the usual ones.
@@ -118,16 +118,16 @@ def make_step(
     config: TrainConfig,
     places: Any = None,
 ) -> jax.stages.Wrapped:
-    """One compiled optimiser step ``(state, batch, frozen=None)``; its state argument is donated.
+    """Makes a compiled optimiser step ``(state, batch, frozen=None)``, which donates its state.
 
     ``frozen`` holds the parameters that do not train (see :class:`train.training.runs.Start`), or
     is None. They are neither differentiated nor copied. The batch is computed in
-    ``config.accumulate`` parts, one after another, whose gradients are summed in at least float32;
-    the result is that of the whole batch, but that routers of experts balance each part by itself.
-    Where the logits of a part would be large, they are computed in chunks
-    (:func:`tape_jax.losses.cross_entropy`). What routers add is not in the reported ``loss`` (see
-    :func:`tape_jax.losses.added_by_routers`). On a GPU it has options of the compiler, so that it
-    cannot be traced as a part of another program there.
+    ``config.accumulate`` parts, one after another. Their gradients are summed in at least float32.
+    The result is that of the whole batch, except that routers of experts balance each part
+    separately. If the logits of a part would be large, they are computed in chunks
+    (:func:`tape_jax.losses.cross_entropy`). The reported ``loss`` leaves out the routers' losses
+    (see :func:`tape_jax.losses.added_by_routers`). On a GPU the step sets compiler options, so you
+    cannot trace it as a part of another program there.
 
     Args:
       model: to train.
@@ -142,7 +142,7 @@ def make_step(
         losses, grads = gradients(model, config, state, batch, frozen, places)
         before = state.opt_state
         if config.skip:
-            # The optimiser does not count what is skipped, but the schedule ends with the training.
+            # The optimiser does not count skipped steps, but the schedule ends with the training.
             before = optax.tree.set(before, _is_of_schedule, count=state.step)
         updates, opt_state = optimizer.update(grads, before, state.params)
         norm = optax.tree.norm(grads)
@@ -183,7 +183,7 @@ def gradients(
     frozen: Any = None,
     places: Any = None,
 ) -> tuple[dict[str, Array], Any]:
-    """The losses of a batch that are reported, and the gradient of all that is minimised.
+    """Returns the reported losses of a batch, and the gradient of the minimised loss.
 
     Args:
       model: to train.
@@ -207,7 +207,7 @@ def gradients(
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (losses, grads)), None
 
     def rows(x: Array) -> Array:
-        # Every part takes rows from all devices, so that none has to send its rows away.
+        # Every part takes rows from all devices, so that no device must send rows away.
         return jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0)
 
     def added_loss(params: Any) -> Array | None:
@@ -240,7 +240,7 @@ def part_loss(
       variables: of the model.
       part: some rows of a batch.
       key: random key for positions that are drawn.
-      share: the part's weight, by which what routers add is multiplied.
+      share: the part's weight, which multiplies the routers' losses.
     """
     experts, encoding = model.config.experts, model.config.position
     positions = part.get("positions")
@@ -273,17 +273,17 @@ def part_loss(
 def is_bad(
     loss: Array, norm: Array, usual_norm: tuple[Array, Array] | None, spike: float | None
 ) -> Array:
-    """Returns whether a step is to be left out: see ``train.skip`` and ``train.spike``."""
+    """Returns whether to skip a step: see ``train.skip`` and ``train.spike``."""
     bad = ~(jnp.isfinite(loss) & jnp.isfinite(norm))
     if usual_norm is None or spike is None:
         return bad
     total, weight = usual_norm
-    # Until the mean has seen a few tens of steps it says little.
+    # The mean of fewer than a few tens of steps says little.
     return bad | ((weight > KNOWN) & (norm * weight > spike * total))
 
 
 def add_to_mean(mean: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
-    """An exponentially weighted sum, and the sum of its weights, with one number more."""
+    """Adds one number to an exponentially weighted sum and the sum of its weights."""
     total, weight = mean
     return MEMORY * total + (1 - MEMORY) * x, MEMORY * weight + (1 - MEMORY)
 

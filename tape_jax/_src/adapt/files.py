@@ -1,4 +1,4 @@
-"""Adapter files: what was trained, and the fingerprint of the model that it belongs to."""
+"""Adapter files: trained parameters, and the fingerprint of the model that they belong to."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def save_adapter(
     base: Fingerprint,
     method: str | None = None,
 ) -> None:
-    """Writes what was trained as one safetensors file, all at once or not at all.
+    """Writes the trained parameters as one safetensors file, all at once or not at all.
 
-    The file holds the parameters that the rules choose and those that the base does not have, one
-    tensor per layer; in its metadata how to make the model from the base, and the base's
+    The file holds the parameters that the rules choose and those that the base lacks, one tensor
+    per layer. Its metadata says how to make the model from the base, and holds the base's
     fingerprint.
 
     Args:
-      path: the file; one that exists is replaced.
+      path: the file; an existing one is replaced.
       model: the adapted model.
       variables: its trained variables.
       rules: which parameters were trained.
-      base: the fingerprint of what was adapted: ``Adapted.base``, or :func:`fingerprint`.
+      base: the fingerprint of the base model: ``Adapted.base``, or :func:`fingerprint`.
       method: name of the method, for :func:`describe_adapter`.
 
     Raises:
-      ValueError: if a parameter that no rule chooses, or the size of the model, is not that of the
+      ValueError: if a parameter that no rule chooses, or the size of the model, differs from the
         base, as far as the fingerprint tells.
       NotImplementedError: if safetensors is not installed.
     """
@@ -126,19 +126,19 @@ def save_adapter(
 def load_adapter(
     path: str | os.PathLike, base_model: Transformer, base_variables: Any
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The adapted model of a file of :func:`save_adapter`, made from its base.
+    """Loads the adapted model from a file of :func:`save_adapter` and its base.
 
     Args:
       path: the file.
-      base_model: what was adapted; its layout, compute type and backend are kept.
+      base_model: the base model; its layout, compute type and backend are kept.
       base_variables: its variables.
 
     Returns:
-      The model and its variables. Trained parameters take the place of the base's, on their
-      devices; all others are the base's own.
+      The model and its variables. Trained parameters replace the base's, on their devices; all
+      others are the base's own.
 
     Raises:
-      ValueError: if the file is no adapter, of another version, or damaged, or if it belongs to
+      ValueError: if the file is not an adapter, is of another version or damaged, or belongs to
         another base (the message names what differs).
       NotImplementedError: if safetensors is not installed.
     """
@@ -172,7 +172,7 @@ def load_adapter(
     flat = flatten_dict(restack(base_variables["params"], base_model, model), sep="/")
     for name, x in flatten_dict(trained, sep="/").items():
         flat[name] = _like(x, flat.get(name))
-    # Another encoding leaves out parameters of the base's.
+    # Another encoding may lack parameters of the base.
     flat = {name: flat[name] for name in model.parameters()}
     return model, {**base_variables, "params": unflatten_dict(flat, sep="/")}
 
@@ -190,7 +190,7 @@ def describe_adapter(path: str | os.PathLike) -> str:
     """Describes a file of :func:`save_adapter` as a table of parameters; values are not read.
 
     Raises:
-      ValueError: if the file is no adapter, of another version, or truncated.
+      ValueError: if the file is not an adapter, is of another version, or truncated.
       NotImplementedError: if safetensors is not installed.
     """
     header, shapes = _read_adapter(path, values=False)
@@ -207,7 +207,7 @@ def describe_adapter(path: str | os.PathLike) -> str:
 def _read_adapter(
     path: str | os.PathLike, *, values: bool = True
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The header of an adapter, and its tensors, or their shapes only."""
+    """The header of an adapter, and its tensors or only their shapes."""
     safetensors = _safetensors()
     require(Path(path).is_file(), f"no adapter at {path}: expected a safetensors file")
     try:

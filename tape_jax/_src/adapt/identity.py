@@ -1,4 +1,4 @@
-"""The fingerprint of a model, by which an adapter is never put on to another base."""
+"""The fingerprint of a model, which keeps an adapter from being put on another base."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tape_jax._src.positions import creation
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.schedule import options_of
 
-# Entries per axis of a parameter's matrix, at least, that enter the fingerprint.
+# Least number of entries per axis of a parameter's matrix in the fingerprint.
 SAMPLES = 16
 # Fields that older fingerprints lack; they stand there where they are used.
 LATER = (
@@ -45,7 +45,7 @@ class Fingerprint:
     tensors: dict[str, dict[str, Any]]
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Returns the entries that differ, each with both values, that of ``self`` first."""
+        """Returns the entries that differ, each with both values, ``self``'s first."""
         flat = is_flat(self.architecture["position"]) or is_flat(other.architecture["position"])
         mine, others = dict(self._entries(flat)), dict(other._entries(flat))
         return [
@@ -57,7 +57,7 @@ class Fingerprint:
     def _entries(self, flat: bool):
         options = creation.options_of if flat else options_of
         for name, value in self.architecture.items():
-            # Fields that an encoding has got since then have their defaults.
+            # Fields that an encoding gained since then have their defaults.
             position = name == "position"
             yield name, _json_copy(options(positions.create(value))) if position else value
         for name, tensor in self.tensors.items():
@@ -67,9 +67,9 @@ class Fingerprint:
 
 @typed
 def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
-    """The fingerprint of a model with its parameters.
+    """Returns the fingerprint of a model with its parameters.
 
-    Of every matrix of every layer some 16 x 16 entries are read, evenly strided, so that a model of
+    It reads some 16 x 16 evenly strided entries of every matrix of every layer, so that a model of
     billions of parameters takes hardly longer than a small one.
 
     Raises:
@@ -126,7 +126,7 @@ def digest(x: np.ndarray) -> str:
 
 
 def is_flat(position: Mapping[str, Any]) -> bool:
-    """Whether a record has one set of options for all layers of a schedule, as earlier ones had."""
+    """Whether a record has one set of options for all layers of a schedule, as old ones had."""
     return "/" in position["kind"] and "encodings" not in position
 
 

@@ -1,4 +1,4 @@
-"""Methods that adapt a trained model: TAPE, and the baselines that it is compared with."""
+"""Methods that adapt a trained model: TAPE and its baselines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tape_jax._src.positions.protocol import Param
 
 Array = jax.Array
 
-# Encodings whose start is TAPE's: others derive from Rope too, but start or rotate otherwise.
+# Encodings with TAPE's start; others also derive from Rope, but start or rotate differently.
 START_KINDS = ("rope", "yarn", "longrope")
 
 
@@ -42,14 +42,14 @@ def add_tape(
     donate: bool = False,
     **options: Any,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """TAPE put into a RoPE model (Zhu et al. 2025); at first the logits stay as they are.
+    """Adds TAPE to a RoPE model (Zhu et al. 2025); the logits do not change at first.
 
     Args:
       model: a model with the encoding ``rope``, ``yarn`` or ``longrope``, of any base, scaling and
-        axes, alone, among others (``rope+window``), or in some layers of a schedule: its other
-        layers stay.
+        axes: as the only encoding, beside others (``rope+window``), or in some layers of a
+        schedule, whose other layers stay.
       variables: its variables; arrays or ShapeDtypeStructs.
-      key: random key for the new parameters, of which ``mix`` and ``up`` start at zero.
+      key: random key for the new parameters; ``mix`` and ``up`` start at zero.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
       donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
       **options: of :class:`tape_jax.positions.Tape`, except those of the start state (``base``,
@@ -89,27 +89,26 @@ def with_encoding(
     donate: bool = False,
     include_unrotated: bool = False,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """Another encoding, or several, put in place of the model's own.
+    """Replaces the model's encoding by another, or several.
 
-    Windows stay. In a schedule it takes the place of what is rotary: layers without a rotation stay
-    as they are. A schedule as ``position`` takes the place of all, windows too.
-    ``update_implementation`` and ``random_positions`` go where the encoding has no use for them.
+    Windows stay. In a schedule, only layers with a rotation change; the others stay as they are. A
+    schedule as ``position`` replaces everything, windows too. ``update_implementation`` and
+    ``random_positions`` are dropped if the encoding has no use for them.
 
-    Parameters that both encodings have, by name and shape, are kept; new ones start as in a fresh
-    model. The logits change unless what is added starts at nothing, as TAPE beside RoPE's start
-    does, or ALiBi with ``slopes="learned_from_zero"``.
+    Parameters with the same name and shape in both encodings are kept; new ones start as in a fresh
+    model. The logits change unless the added terms start at zero, as for TAPE with RoPE's start, or
+    ALiBi with ``slopes="learned_from_zero"``.
 
     Args:
       model: any model.
       variables: its variables; arrays or ShapeDtypeStructs.
-      position: as ``ModelConfig.position``. Where it has a rotary start and is no encoding itself
-        but a name or a mapping, what that does not say of the start (``base``, ``scaling``,
-        ``axes``, ``partial_rotary_factor``, ``learn_base``) is the model's; of ``fope`` the base
-        alone.
+      position: as ``ModelConfig.position``. If it has a rotary start and is a name or a mapping,
+        the start options that it does not set (``base``, ``scaling``, ``axes``,
+        ``partial_rotary_factor``, ``learn_base``) are the model's; for ``fope`` only the base.
       key: random key for new parameters.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
       donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
-      include_unrotated: whether layers of a schedule that have no rotation get it too.
+      include_unrotated: whether layers of a schedule without a rotation get it too.
 
     Returns:
       The model with that encoding, and its variables. Existing arrays keep their type and sharding.
@@ -147,12 +146,12 @@ def _position_params(
     """Parameters of a new encoding by path: the old ones of each layer that fit, else fresh ones.
 
     Args:
-      model: that has the old ones.
-      new: that is to have the new ones.
+      model: has the old ones.
+      new: will have the new ones.
       own: the old ones by path.
       key: random key.
       dtype: type of fresh ones.
-      like: any parameter; without values, none has some.
+      like: any parameter; if it has no values, fresh ones have none.
     """
     c, single = new.config, replaced(model, scan_layers=False)
     old = flatten_dict(restack(unflatten_dict(own, sep="/"), model, single), sep="/")
@@ -224,7 +223,7 @@ def _is_window(encoding: positions.Encoding) -> bool:
 
 
 def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding:
-    """The encoding ``position`` with the rotary start of ``old``, but for options that it sets."""
+    """The encoding ``position`` with the rotary start of ``old``, except options that it sets."""
     if isinstance(position, Sequence) and not isinstance(position, str):
         return positions.create([_with_start_of(old, one) for one in position])
     given = position if isinstance(position, Mapping) else {"kind": position}
@@ -243,7 +242,7 @@ def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name in START_FIELDS:
         cls = known[name][0] if name in known else positions.Encoding
-        # What is another one by default, the encoding's name says.
+        # A default other than Rope's is part of the encoding's name.
         rotary = issubclass(cls, positions.Rope | positions.Fope)
         if rotary and getattr(cls, name) == getattr(positions.Rope, name):
             own[name] = getattr(rope, name)
@@ -261,7 +260,7 @@ def add_lora(
     targets: Sequence[str] = ("q", "k", "v", "out"),
     dtype: Any = None,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """Low-rank terms for projections (Hu et al. 2021); at first the logits stay as they are.
+    """Adds low-rank terms to projections (Hu et al. 2021); the logits do not change at first.
 
     Args:
       model: a model without low-rank terms.
@@ -272,7 +271,7 @@ def add_lora(
 
     Returns:
       The model and its variables, with ``lora_a [in, rank]`` and ``lora_b [rank, out]`` beside each
-      target's ``kernel`` (behind an axis of layers, where there is one).
+      target's ``kernel`` (behind an axis of layers, if there is one).
 
     Raises:
       ValueError: if the model has low-rank terms already, or an option does not fit.
@@ -302,7 +301,7 @@ def add_lora(
 
 @typed
 def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
-    """The low-rank terms added to their kernels: a plain model again, with full attention.
+    """Adds the low-rank terms to their kernels: a plain model again, with full attention.
 
     The sum is computed in at least float32 and rounded to the type of the kernel.
 
@@ -332,10 +331,10 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
 
 @typed
 def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[Transformer, Any]:
-    """The model with another rotary base (Xiong et al. 2023); parameters unchanged.
+    """Returns the model with another rotary base (Xiong et al. 2023); parameters are unchanged.
 
-    In a schedule layers with a window keep theirs, unless all have one, or they share with others
-    what is learned of positions.
+    In a schedule, layers with a window keep theirs, unless all have one, or they share learned
+    position parameters with others.
 
     Raises:
       ValueError: if the encoding is not a rotary one, the base does not exceed 1, or the model
@@ -348,10 +347,10 @@ def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[
 def with_scaling(
     model: Transformer, scaling: RopeScaling, *, max_length: int | None = None
 ) -> Transformer:
-    """The model with its rotary frequencies adapted by ``scaling``.
+    """Returns the model with its rotary frequencies adapted by ``scaling``.
 
-    In a schedule layers with a window keep theirs, unless all have one, or they share with others
-    what is learned of positions.
+    In a schedule, layers with a window keep theirs, unless all have one, or they share learned
+    position parameters with others.
 
     Args:
       model: a model with a rotary encoding: ``rope``, ``yarn``, ``tape`` ...
@@ -367,16 +366,16 @@ def with_scaling(
 
 @typed
 def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
-    """The model without its rotation (DroPE, arXiv:2512.12167); other parameters unchanged.
+    """Removes the model's rotation (DroPE, arXiv:2512.12167); other parameters are unchanged.
 
-    Every layer drops what is rotary in it: ``rope``, ``yarn``, ``longrope`` and other encodings of
-    a rotary start. What acts beside it stays, such as windows and biases. What the model computes
-    is another function then, which a short training makes good. The paper trains all parameters on
-    sequences of the length that the model was trained at.
+    Every layer drops its rotary encodings: ``rope``, ``yarn``, ``longrope`` and others with a
+    rotary start. Encodings beside them stay, such as windows and biases. The model then computes
+    another function, which a short training repairs. The paper trains all parameters on sequences
+    of the length that the model was trained at.
 
     Raises:
       ValueError: if no layer has a rotary encoding, or if it makes heads of its own.
-      NotImplementedError: if parameters of what stays have other names where it acts alone.
+      NotImplementedError: if parameters of what stays have other names without the rotation.
     """
     none, sizes = positions.create("none"), model.config.sizes
     position = _with_rotary(model.encoding, lambda rope: none)
@@ -399,12 +398,12 @@ def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dic
 
 @typed
 def full_attention(model: Transformer) -> Transformer:
-    """The model without shifted groups, as it is to be evaluated and to generate."""
+    """Returns the model without shifted groups, for evaluation and generation."""
     return replaced(model, shifted_groups=None)
 
 
 def _type_of_new(dtype: Any, model: Transformer) -> np.dtype:
-    """The type of new parameters; ValueError unless it is one of floats that jax has here."""
+    """The type of new parameters; ValueError unless it is a float type that jax has here."""
     name = type_name("dtype of new parameters", dtype, (None, *FLOATS)) or model.config.param_dtype
     require_x64(dtype=name)
     return jnp.dtype(name)
@@ -413,7 +412,7 @@ def _type_of_new(dtype: Any, model: Transformer) -> np.dtype:
 def _initial(
     specs: Mapping[str, Param], key: Array, fold: int, layers: int | None, dtype: Any, like: Any
 ) -> dict[str, Any]:
-    """New parameters, each layer's drawn on its own; without values if ``like`` has none."""
+    """New parameters, drawn separately for each layer; without values if ``like`` has none."""
 
     def draw(key: Array) -> dict[str, Array]:
         keys = jax.random.split(jax.random.fold_in(key, fold), max(len(specs), 1))
@@ -446,7 +445,7 @@ def _with_rotary(
     change: Callable[[positions.Rope], positions.Encoding],
     chosen: Callable[[positions.Encoding], bool] = _is_rotary,
 ) -> positions.Encoding:
-    """An encoding with what is rotary in it changed; of a schedule, in the layers ``chosen``."""
+    """An encoding with its rotary members changed; in a schedule, only in layers ``chosen``."""
     require(_is_rotary(encoding), f"expected a model with a rotary encoding; got {encoding.kind!r}")
 
     def changed(one: positions.Encoding) -> positions.Encoding:
@@ -462,7 +461,7 @@ def _with_rotary(
 
 
 def _with_rotation(model: Transformer, **changes: Any) -> Transformer:
-    """The model with fields of its rotary encoding changed: where layers see all, if some do."""
+    """The model with fields of its rotary encoding changed: in layers that see all, if any do."""
     layers = model.encoding.encodings if isinstance(model.encoding, positions.Layers) else ()
     rotary = [one for one in layers if _is_rotary(one)]
     full = [one for one in rotary if not _is_window(one)]
@@ -498,7 +497,7 @@ class Adapted:
       variables: its variables.
       rules: which parameters train.
       method: name of the method.
-      base: fingerprint of what was adapted, for :func:`save_adapter`; None without values.
+      base: fingerprint of the base model, for :func:`save_adapter`; None without values.
     """
 
     model: Transformer
@@ -513,7 +512,7 @@ class Method:
     """A way to adapt a model.
 
     Attributes:
-      prepare: ``(model, variables, *, key, **options)`` to the adapted model and its variables.
+      prepare: maps ``(model, variables, *, key, **options)`` to the adapted model and variables.
       rules: which parameters train, beside norms and embeddings.
       options: names of the options; None: those of :class:`tape_jax.positions.Tape`.
     """
@@ -523,7 +522,7 @@ class Method:
     options: tuple[str, ...] | None
 
     def trained(self, *, norms: bool = True, embeddings: bool = True) -> tuple[Rule, ...]:
-        """The rules, with those of norms and embeddings unless everything trains anyhow."""
+        """The rules, with those of norms and embeddings unless everything trains already."""
         if Everything() in self.rules:
             return self.rules
         return self.rules + (Norms(),) * norms + (Embeddings(),) * embeddings
@@ -553,8 +552,8 @@ def _unchanged(model: Transformer, variables: Any, *, key: Array | None):
 
 _LORA_OPTIONS = ("rank", "alpha", "targets", "dtype")
 
-# The methods that the paper compares for longer contexts, full fine-tuning, and that with another
-# encoding or none, whose logits the base's projections were not made for.
+# The methods that the paper compares for longer contexts, full fine-tuning, and full fine-tuning
+# with another encoding or none: the base's projections were not made for its logits.
 METHODS = {
     "tape": Method(add_tape, (Position(),), None),
     "lora": Method(add_lora, (LoraFactors(),), _LORA_OPTIONS),
@@ -581,15 +580,15 @@ def adapt(
     """Prepares a trained model for one method of context extension.
 
     Args:
-      model: the base, with the encoding ``rope`` or ``yarn`` where the method is ``tape``.
+      model: the base; for ``tape`` with the encoding ``rope``, ``yarn`` or ``longrope``.
       variables: its variables; arrays or ShapeDtypeStructs.
       method: ``tape``; ``lora``; ``longlora``, which trains on shifted groups and is evaluated with
         :func:`full_attention`; ``theta``, LoRA with another rotary base; ``full``, everything;
         ``drope``, everything, with :func:`drop_positions`; ``encoding``, everything, with another
         encoding.
       key: random key for new parameters; ``full`` and ``drope`` need none.
-      norms, embeddings: whether the norms, and the embeddings with the output projection, train
-        too; ``full``, ``drope`` and ``encoding`` train them in any case.
+      norms, embeddings: whether the norms, and the embeddings with the output projection, also
+        train; ``full``, ``drope`` and ``encoding`` always train them.
       scaling: first adapts the rotary frequencies, as :func:`with_scaling`.
       **options: ``tape``: those of :func:`add_tape`; else ``rank``, ``alpha``, ``targets`` and
         ``dtype`` of :func:`add_lora`, ``groups`` (longlora) and ``base`` (theta); ``encoding``:

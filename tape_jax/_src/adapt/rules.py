@@ -97,7 +97,7 @@ RULES: dict[str, type[Rule]] = {
 
 @typed
 def parse_rule(rule: Rule | str) -> Rule:
-    """A rule from its text: a name in :data:`RULES`, or ``path:<pattern>``.
+    """Makes a rule from text: a name in :data:`RULES`, or ``path:<pattern>``.
 
     Raises:
       ValueError: for an unknown name.
@@ -132,9 +132,9 @@ def trainable_mask(model: Transformer, rules: Iterable[Rule | str]) -> dict[str,
 
 
 def partition(params: Any, mask: Any) -> tuple[Any, Any]:
-    """``(trainable, frozen)``: trees like ``params`` with None in place of the other's leaves.
+    """Returns ``(trainable, frozen)``: trees like ``params``, with None for the other's leaves.
 
-    None is no leaf, so ``jax.grad`` and an optimiser see the trainable parameters alone.
+    None is not a leaf, so ``jax.grad`` and an optimiser see only the trainable parameters.
     """
     return (
         jax.tree.map(lambda x, chosen: x if chosen else None, params, mask),
@@ -153,7 +153,7 @@ def merge(trainable: Any, frozen: Any) -> Any:
 
 @typed
 def describe_trainable(model: Transformer, rules: Iterable[Rule | str]) -> str:
-    """The parameters that the rules choose, with their numbers and shares, as a table."""
+    """Returns a table of the parameters that the rules choose, with numbers and shares."""
     mask = flatten_dict(trainable_mask(model, rules), sep="/")
     sizes = {name: math.prod(spec.shape.shape) for name, spec in model.parameters().items()}
     chosen = by_path(unflatten_dict({n: s for n, s in sizes.items() if mask[n]}, sep="/"))

@@ -1,4 +1,4 @@
-"""The public attention call: checked, and run by the first implementation that can do it."""
+"""The public attention call, run by the first implementation that can do it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """The implementation that a call of :func:`attention` would take, and why.
+    """The implementation that a call of :func:`attention` would run, and why.
 
     Attributes:
-      implementation: the name of the one that would run; None if a named one cannot.
-      rejected: for every other candidate the reason why it would not run.
-      options: keywords that it would be given.
+      implementation: its name; None if no named implementation can run.
+      rejected: the reason why each other candidate would not run.
+      options: keywords that the implementation would get.
       measured: seconds that implementations took on this machine, forward and with gradients, at
-        the measured shape nearest to the call's; None if none is near, or names are given.
+        the measured shape nearest to the call's; None if none is near, or you gave names.
       basis: what the choice rests on, in words.
-      operations: of the products of a forward pass over all pairs of query and key, a product and
-        a sum being two; those of ``logits_fn`` and ``weights_fn`` included, also where an
-        implementation leaves out what is hidden. None where they were not counted.
+      operations: number of operations of the products in a forward pass; a product and a sum count
+        as two. All query-key pairs count, even if an implementation skips hidden ones, and so do
+        ``logits_fn`` and ``weights_fn``. None if they were not counted.
     """
 
     implementation: str | None
@@ -106,70 +106,70 @@ def attention(
       k: keys ``[batch..., S, Hk, D]``, ``Hq`` a multiple of ``Hk``: query head ``h`` reads the
         key/value head ``h // (Hq / Hk)``.
       v: values ``[batch..., S, Hk, Dv]``.
-      state: of the keys, ``e``. Rotary ``[S, D]`` or ``[batch..., S, 1 | Hk, D]``, or tensor
+      state: state ``e`` of the keys. Rotary ``[S, D]`` or ``[batch..., S, 1 | Hk, D]``, or tensor
         ``[S, 1, M, L, R]`` or ``[batch..., S, 1 | Hk, M, L, R]`` with ``M * L == D``. A batch axis
-        may be 1; nothing between the two is guessed. None: nothing is rotated or attended but the
-        values.
+        may be 1; no shape in between is accepted. None: nothing is rotated, and only the values
+        are attended.
       is_causal: key ``j`` is visible to query ``i`` only if ``j <= i + query_offset``.
-      local_window_size: as in ``jax.nn``: how many keys before and behind its own place a query
-        sees, an integer or a pair ``(left, right)``; 0: its own alone. Counted are places of the
-        call, those of padding and of other segments too, unless ``window_positions`` are given.
+      local_window_size: as in ``jax.nn``: how many keys before and after its own position a query
+        sees, an integer or a pair ``(left, right)``; 0: only its own. Padding and other segments
+        count too, unless ``window_positions`` are given.
       window_positions: integers ``[..., T]``, or a tuple (queries' ``[..., Tq]``, keys'
-        ``[..., S]``), by which ``local_window_size`` measures in place of their indices: a token's
-        place in its own segment, say. In plain JAX only.
-      query_seq_lengths, key_value_seq_lengths: integers ``[batch...]``, as in ``jax.nn``: what lies
-        behind a row's length is padding, and outputs of such queries are zero.
+        ``[..., S]``), by which ``local_window_size`` measures instead of by indices, for example
+        positions within segments. In plain JAX only.
+      query_seq_lengths, key_value_seq_lengths: integers ``[batch...]``, as in ``jax.nn``: tokens
+        beyond a row's length are padding, and outputs of padding queries are zero.
       mask: boolean, broadcasts to ``[..., Hq, Tq, S]``, True where visible.
       bias: added to the scaled logits: an array that broadcasts to ``[..., Hq, Tq, S]``, or a
         function of query indices ``[Q]`` (``query_offset`` included) and key indices ``[K]``, both
-        int32, to what broadcasts to ``[..., Hq, Q, K]``. Gradients reach what it closes over.
-        Call from within ``jax.jit``: outside, ``chunked`` compiles a function anew at each call.
+        int32, whose result broadcasts to ``[..., Hq, Q, K]``. Gradients reach what it closes over.
+        Call it within ``jax.jit``: outside, ``chunked`` recompiles a function at each call.
       scale: factor on the logits; None: ``1 / sqrt(D)``.
-      logit_softcap: a bound ``c`` of the scaled logits, which become ``c tanh(logits / c)`` before
+      logit_softcap: bound ``c`` of the scaled logits, which become ``c tanh(logits / c)`` before
         anything is added to them or hidden (Gemma 2, section 2); None: no bound. In plain JAX, in
         ``ring`` and in ``splash``.
-      query_state: state of the queries, in the form of ``state``, but its number of heads is any
+      query_state: state of the queries, in the form of ``state``, but with any number of heads
         that divides ``Hq``. None: ``state``, which must then have the queries' length.
-      query_offset: index of the first query among the keys: an integer, or an integer array, of
-        one number for all or one a row ``[batch...]``.
-      keys_rotated: ``k`` is rotated already (a cache; in tensor form it is ``M * R`` wide); needs
+      query_offset: index of the first query among the keys: an integer, or an integer array with
+        one number for all rows or one per row ``[batch...]``.
+      keys_rotated: ``k`` is already rotated (a cache; in tensor form it is ``M * R`` wide); needs
         ``query_state``.
-      segment_ids: integers ``[..., T]``; a key is visible to queries of the same id only. A tuple
+      segment_ids: integers ``[..., T]``; only queries of the same id see a key. A tuple
         ``(queries' [..., Tq], keys' [..., S])`` if they differ. No id is special.
       log_decay: floats ``F [..., T, Hq | 1]``; ``F_i - F_j`` is added to the logit of query ``i``
-        and key ``j``, after ``scale``. With the running sum of the logarithms of forget gates this
+        and key ``j``, after ``scale``. With the cumulative sum of log forget gates this
         is forgetting attention (Lin et al., 2025); causal ALiBi is ``F_t = -slope * t``. A tuple
-        ``(queries' [..., Tq, Hq | 1], keys' [..., S, Hq | 1])`` if they differ. Subtracted in at
-        least float32 whatever the type of ``q``. ``F`` must be finite.
-      attend_state: False: ``a`` is None, and nothing is paid for it.
-      implementation: a name in ``BACKENDS``; several, of which the first that can do this call
-        here is taken; or None for the fastest that can, by what ``python -m tape_jax.tune`` has
-        measured on this machine. If nothing was: a kernel on NVIDIA GPUs from Ampere on, from 256
-        tokens on, in 16 bits (on Hopper by times of an H200, on others by the libraries' claims)
-        and in float32 (not timed); plain JAX elsewhere. Kernels gather heads that are not
-        split alike, or whose shards do not divide the key/value heads; plain JAX need not. Where a
-        projection leaves parts of heads on devices, jax ends with an INTERNAL error: give its
-        result whole heads first, by ``jax.lax.with_sharding_constraint``.
+        ``(queries' [..., Tq, Hq | 1], keys' [..., S, Hq | 1])`` if they differ. The difference is
+        taken in at least float32, whatever the type of ``q``. ``F`` must be finite.
+      attend_state: False: ``a`` is None and costs nothing.
+      implementation: a name in ``BACKENDS``; several names, to take the first that can do this
+        call here; or None for the fastest that can, as ``python -m tape_jax.tune`` has
+        measured on this machine. Without measurements: a kernel on NVIDIA GPUs from Ampere on,
+        from 256 tokens on, in 16 bits (on Hopper by times of an H200, on others by the libraries'
+        claims) and in float32 (not timed); plain JAX elsewhere. Kernels gather heads that are not
+        split alike, or whose shards do not divide the key/value heads; plain JAX need not. If a
+        projection splits single heads over devices, jax ends with an INTERNAL error: first make
+        heads whole with ``jax.lax.with_sharding_constraint``.
       options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
-      interpret: run kernels, where an implementation has any, in interpreted mode.
-      sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
-        the compiler.
-      logits_fn: rewrites rows of scaled logits, bounded if they are, before anything is added to
-        them or hidden: a function of logits ``[B, Hq, Q, K]`` of ``Q`` queries and the first
-        ``K`` keys, which are all that these queries may see, ``B`` being all batch axes, and of
-        :class:`tape_jax.AttentionRows`, which says which queries they are and what they see.
+      interpret: run kernels, if an implementation has any, in interpreted mode.
+      sharding: a mesh and rules, by which ``ring`` splits the sequence. Other implementations
+        leave the mesh to the compiler.
+      logits_fn: rewrites rows of scaled logits (after any softcap), before anything is added to
+        them or hidden. It takes logits ``[B, Hq, Q, K]`` of ``Q`` queries and the first
+        ``K`` keys, which are all that these queries may see; ``B`` is all batch axes. It also takes
+        :class:`tape_jax.AttentionRows`, which describes the queries and what they see.
         Gradients reach what it closes over.
-      weights_fn: in place of the softmax: a function of the final logits, -inf where a key is not
-        visible, and of the same rows, to weights of the same shape.
+      weights_fn: replaces the softmax: a function of the final logits, -inf where a key is not
+        visible, and of the same rows, that returns weights of the same shape.
 
     Returns:
       ``o [batch..., Tq, Hq, Dv]`` in the type of ``v``, and ``a [batch..., Tq, Hq, D]`` or
       ``[batch..., Tq, Hq, M, L, R]`` in the type of ``state``, or None without a state to attend.
-      On a mesh with explicit axes they are split as the einsum would: batch, time and heads as
-      those of ``q``, numbers as those of ``v`` and of ``state``.
+      On a mesh with explicit axes they are split as the einsum would: batch, time and heads like
+      ``q``, the last axes like ``v`` and ``state``.
 
-    Derivatives of second order, and in forward mode, are those of ``reference``, ``query_blocks``
-    and ``rows``; kernels and ``chunked`` raise an error.
+    ``reference``, ``query_blocks`` and ``rows`` have second-order and forward-mode derivatives;
+    kernels and ``chunked`` raise an error.
 
     Raises:
       ValueError: if the call is wrong: shapes, types or names.
@@ -201,8 +201,8 @@ def attention_plan(
 ) -> AttentionPlan:
     """Says which implementation :func:`attention` would run for the same arguments, and why.
 
-    Nothing is computed; arguments are checked as there. In place of an array a
-    ``jax.ShapeDtypeStruct`` does.
+    It checks the arguments as :func:`attention` does and computes nothing. You can give a
+    ``jax.ShapeDtypeStruct`` for an array.
 
     Raises:
       ValueError: if the call is wrong.
@@ -227,10 +227,10 @@ def attention_plan(
 
 @contextlib.contextmanager
 def recorded_plans(*, operations: bool = False) -> Iterator[list[AttentionPlan]]:
-    """Collects the plans of all calls of :func:`attention` made, or traced, inside.
+    """Collects the plans of all :func:`attention` calls that are made or traced inside.
 
     Args:
-      operations: whether these are counted too, for which each call is traced once more.
+      operations: whether to count operations too, which traces each call once more.
     """
     record = _Record([], operations)
     token = _record.set(record)
@@ -241,7 +241,7 @@ def recorded_plans(*, operations: bool = False) -> Iterator[list[AttentionPlan]]
 
 
 class _Record(NamedTuple):
-    """Plans of calls, and whether their operations are to be counted."""
+    """Plans of calls, and whether to count their operations."""
 
     plans: list[AttentionPlan]
     operations: bool
@@ -255,7 +255,7 @@ def _plan(
     candidates: Candidates,
     refused: Mapping[str, NotImplementedError] = MappingProxyType({}),
 ) -> AttentionPlan:
-    """Return the plan that verdicts on all candidates make; ``refused`` goes before them."""
+    """Return the plan of a call; ``refused`` overrides the candidates' own verdicts."""
     verdicts = [
         (candidate, refused.get(candidate.implementation, refusal))
         for candidate, refusal in candidates.verdicts(request)
@@ -281,7 +281,7 @@ def _plan(
 
 
 def _later(other: Candidate, chosen: Candidate | None) -> str:
-    """Return why a candidate that can do a call is not taken."""
+    """Return why a call does not take a candidate that could do it."""
     assert chosen is not None
     if chosen.seconds is None or other.seconds is None:
         return f"can do this call, but {chosen.implementation!r} is tried first"
@@ -293,7 +293,7 @@ def _later(other: Candidate, chosen: Candidate | None) -> str:
 
 
 def _with_operations(plan: AttentionPlan, request: Request) -> AttentionPlan:
-    """The plan of a call with the operations of its products."""
+    """Return the plan with the operations of its products."""
     operations = matrix_operations(lambda: reference.attend(request))
     return dataclasses.replace(plan, operations=operations)
 
@@ -301,7 +301,7 @@ def _with_operations(plan: AttentionPlan, request: Request) -> AttentionPlan:
 def _names(
     implementation: str | Sequence[str] | None, options: Mapping[str, Any] | None
 ) -> tuple[str, ...] | None:
-    """The names to try, checked; None for an automatic choice."""
+    """Return the checked names to try; None for an automatic choice."""
     names = (implementation,) if isinstance(implementation, str) else implementation
     require(
         names is None or isinstance(names, Sequence),

@@ -1,12 +1,12 @@
-"""The choice of the implementations that may do a call, the best first.
+"""Chooses the implementations that may do a call, best first.
 
 A backend is a module, or an object in one, with two functions:
 
 * ``check(request)`` raises NotImplementedError with the reason if it cannot do this call here;
 * ``attend(request, **options)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
 
-To add one, write the module and add its line to :data:`BACKENDS`. It is taken by itself where
-``python -m tape_jax.tune`` has found it right and fast, or where a row of :data:`RULES` names it.
+To add one, write the module and add it to :data:`BACKENDS`. A call without names takes it if
+``python -m tape_jax.tune`` found it right and fast, or if a row of :data:`RULES` names it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tape_jax._src.attention.tuning.records import CallShape
 from tape_jax._src.core import devices
 from tape_jax._src.core.checks import choose, refuse
 
-# Name to module, or to "module:object". A module is imported when it may be taken, or is named.
+# Name to module, or to "module:object". A module is imported once a call may take it.
 BACKENDS = {
     "pallas": "tape_jax._src.attention.pallas_triton",
     "mosaic": "tape_jax._src.attention.pallas_mosaic",
@@ -46,18 +46,18 @@ BACKENDS = {
 
 
 class Preference(NamedTuple):
-    """Names to try where nothing was measured, fastest first, and for which calls.
+    """Names to try if nothing was measured, fastest first, and for which calls.
 
     Attributes:
-      names: of implementations.
+      names: names of implementations.
       basis: what the order rests on, in words; None: that nothing was measured.
-      platform: of jax; None: any.
-      generations: major compute capabilities of a GPU.
-      itemsize: bytes of an operand.
+      platform: jax's platform; None: any.
+      generations: major compute capabilities of GPUs.
+      itemsize: bytes per operand.
       window: whether there is one.
-      shortest: tokens that a call has at least, its keys being not far more than its queries.
-      widest_with_state: for calls that attend a state, with heads of at most so many numbers.
-      pairs, bytes: the most query-key pairs of a head, and bytes of the logits of all heads.
+      shortest: the fewest tokens of a call, whose keys are not far more than its queries.
+      widest_with_state: only calls that attend a state, with at most this head dimension.
+      pairs, bytes: the most query-key pairs per head, and bytes of all heads' logits.
     """
 
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class Preference(NamedTuple):
         return all(conditions)
 
 
-# Where nothing was measured on this machine: calls on GPUs, from 256 tokens on, whose keys are not
+# If nothing was measured on this machine: calls on GPUs, from 256 tokens on, whose keys are not
 # far more than their queries. Kernels were compared with the reference and timed on an H200, in
 # causal calls with as many keys as queries (benchmarks/results/2026-11-26-nvidia-h200-2.md).
 H200 = f"times of an H200; nothing was measured here ({records.COMMAND} does)"
@@ -112,7 +112,7 @@ RULES = (
     # On a CPU, forward and backward, from 1 to 2048 heads in all and T 32 to 512, ``reference`` is
     # then 0.9 to 1.4 times as fast; beyond either limit ``chunked`` is 0.9 to 4 times as fast.
     Preference(("reference",), pairs=2**15, bytes=2**24),
-    # tokamax's kernel visits blocks backwards that a window hides.
+    # tokamax's kernel visits, in the backward pass, blocks hidden by a window.
     HOPPER._replace(
         names=("tokamax_mosaic", "pallas", "cudnn"), window=False, widest_with_state=64
     ),
@@ -134,8 +134,8 @@ class Candidate(NamedTuple):
     Attributes:
       implementation: its name in ``BACKENDS``.
       options: keywords of the implementation.
-      basis: why it stands where it stands, in words.
-      seconds: that it was measured to take, forward, and forward and backward.
+      basis: why it has its place, in words.
+      seconds: measured seconds, forward, and forward and backward.
     """
 
     implementation: str
@@ -145,12 +145,12 @@ class Candidate(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Ways to do a call, the best first; the first that can is taken.
+    """Ways to do a call, best first; the first that can is taken.
 
     Attributes:
       order: each implementation once.
       excluded: why others are not tried, by name.
-      measured: whether the order rests on what was measured near the call.
+      measured: whether the order rests on measurements near the call.
     """
 
     order: list[Candidate]
@@ -158,9 +158,9 @@ class Candidates(NamedTuple):
     measured: bool = False
 
     def verdicts(self, request: Request) -> Iterator[tuple[Candidate, NotImplementedError | None]]:
-        """Yield each with the reason why it cannot do this call, or None if it can.
+        """Yield each candidate with the reason why it cannot do this call, or None.
 
-        One at a time: what comes after the one that is taken is not imported.
+        This is lazy: nothing is imported after the candidate that is taken.
         """
         for candidate in self.order:
             try:
@@ -174,14 +174,14 @@ class Candidates(NamedTuple):
 def candidates(
     request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
 ) -> Candidates:
-    """Return what may do a call: what is named, else the ring, what was measured, the rules.
+    """Return the named candidates, or else the ring, the measured ones and the rules'.
 
-    Depends on static shapes only.
+    They depend only on static shapes.
 
     Args:
       request: the call.
-      names: those that the caller names, checked; None for an automatic choice.
-      options: keywords of the only one that is named.
+      names: the caller's names, checked; None for an automatic choice.
+      options: keywords of the only named implementation.
     """
     if names is not None:
         return Candidates([Candidate(name, options, "named") for name in names])
@@ -212,7 +212,7 @@ def candidates(
 
 
 def default(request: Request) -> str:
-    """Return the implementation that a call takes where nothing was measured."""
+    """Return the implementation that a call takes if nothing was measured."""
     usual = Candidates(_once(_by_rules(request)))
     return next(x.implementation for x, refusal in usual.verdicts(request) if refusal is None)
 
@@ -226,7 +226,7 @@ def _by_rules(request: Request) -> Iterator[Candidate]:
 
 
 def _once(found: Sequence[Candidate] | Iterator[Candidate]) -> list[Candidate]:
-    """The first of each implementation."""
+    """Return each implementation's first."""
     first: dict[str, Candidate] = {}
     for candidate in found:
         first.setdefault(candidate.implementation, candidate)

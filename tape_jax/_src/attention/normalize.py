@@ -1,4 +1,4 @@
-"""Check calls of attention, with errors that say what was given, and bring them into one form."""
+"""Check calls of attention, with errors that say what was given, and normalize them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
 
-# Of queries, keys and values.
+# Types of queries, keys, values.
 TYPES = tuple(map(jnp.dtype, FLOATS))
 
 
@@ -108,7 +108,7 @@ def normalize(
 
 
 def _softcap(given: Any) -> float | None:
-    """The bound of the logits; ValueError unless it is a positive number or None."""
+    """Return the bound of logits; ValueError unless it is positive or None."""
     if given is None:
         return None
     cap = _known("logit_softcap", given, real, "a positive number or None")
@@ -126,9 +126,9 @@ def _visibility(
     batch: Sequence[int],
     pairs: tuple[int, int, int],
 ) -> Visibility:
-    """Return what a call of ``pairs`` (query heads, queries, keys) lets its queries see.
+    """Return the visibility of a call of ``pairs`` (query heads, queries, keys).
 
-    ``window`` is its size, and the positions by which it is measured.
+    ``window`` is its size, and the positions that measure it.
     """
     _, queries, keys = pairs
     offset, farthest = _offset(offset, batch)
@@ -164,7 +164,7 @@ def _visibility(
 
 
 def _window(what: str, given: Any) -> tuple[int, int] | None:
-    """Return how many keys before and behind its own a query sees; ValueError for anything else."""
+    """Return the keys a query sees on either side of its own; ValueError for anything else."""
     if given is None:
         return None
     sizes = given if isinstance(given, tuple | list) else (given, given)
@@ -195,7 +195,7 @@ def _within_lengths(
 
 
 def _numbered(queries: Array, keys: Array) -> tuple[Array, Array]:
-    """Ids that are equal where those given are, from 0 on: int32 ``[B|1, Tq]`` and ``[B|1, S]``."""
+    """Renumber ids from 0 on, equal ids alike: int32 ``[B|1, Tq]`` and ``[B|1, S]``."""
     rows = max(queries.shape[0], keys.shape[0])
     ids = jnp.concatenate([jnp.broadcast_to(x, (rows, x.shape[1])) for x in (queries, keys)], 1)
     order = jnp.argsort(ids, axis=1)
@@ -207,7 +207,7 @@ def _numbered(queries: Array, keys: Array) -> tuple[Array, Array]:
 
 
 def _row_function(name: str, function: Any) -> RowFunction | None:
-    """A function of rows of logits that returns as many numbers; ValueError for anything else."""
+    """Wrap a function of logits and rows to check its result; ValueError for anything else."""
     if function is None:
         return None
     require(callable(function), f"{name} must be a function of logits and rows; got {function!r}")
@@ -225,12 +225,12 @@ def _row_function(name: str, function: Any) -> RowFunction | None:
 
 
 def _truth(name: str, value: Any) -> bool:
-    """A truth value; ValueError if it is none."""
+    """Return a truth value, or raise ValueError."""
     return _known(name, value, truth, "True or False")
 
 
 def _known(name: str, value: Any, kind: Callable[[str, Any], Any], expected: str) -> Any:
-    """``kind(name, value)``; ValueError if that fails, as it does for what is traced."""
+    """Return ``kind(name, value)``; ValueError if that fails, as it does for traced values."""
     try:
         return kind(name, value)
     except (TypeError, ValueError) as error:
@@ -240,7 +240,7 @@ def _known(name: str, value: Any, kind: Callable[[str, Any], Any], expected: str
 
 
 def _check_inputs(q: Array, k: Array, v: Array) -> None:
-    """Types, axes and heads of q, k and v."""
+    """Check types, axes, heads of q, k, v."""
     shapes = f"got q {q.shape}, k {k.shape}, v {v.shape}"
     require(
         q.ndim >= 3 and k.ndim == q.ndim == v.ndim,
@@ -268,7 +268,7 @@ def _check_inputs(q: Array, k: Array, v: Array) -> None:
 def _states(
     q: Array, k: Array, e: Array | None, query_state: Array | None, keys_rotated: bool
 ) -> tuple[Array | None, Array | None]:
-    """Checks the states of keys and queries and gives them all axes (batch ones flattened)."""
+    """Checks the states of keys and queries and gives them all axes, with flattened batch axes."""
     if query_state is None:
         require(not keys_rotated, "keys_rotated=True needs query_state, the state of the queries")
         require(
@@ -297,7 +297,7 @@ def _states(
 def _state(
     name: str, state: Array | None, x: Any, of: str, heads: tuple[int, ...] | None = None
 ) -> Array | None:
-    """A state of ``x [batch..., T, H, D]`` as ``[B|1, T, h, ...]``; :func:`algebra.check_state`."""
+    """Check a state of ``x [batch..., T, H, D]``; return it as ``[B|1, T, h, ...]``."""
     if state is None:
         return None
     state = as_array(name, state)
@@ -308,7 +308,7 @@ def _state(
 def _check_key_width(
     q: Array, k: Array, e: Array | None, query_state: Array | None, keys_rotated: bool
 ) -> None:
-    """Raises ValueError unless keys are as wide as the queries, rotated ones if keys are."""
+    """Raises ValueError unless keys are as wide as queries (as rotated queries, if rotated)."""
     width = q.shape[-1]
     if keys_rotated and query_state is not None and query_state.ndim == 6:
         width = query_state.shape[3] * query_state.shape[5]
@@ -322,13 +322,13 @@ def _check_key_width(
 def _of_both(
     name: str, given: Any, lengths: tuple[int, int], convert: Callable[[str, Any, int], Array]
 ) -> tuple[Array, Array]:
-    """Return what queries and keys have: of one array the same object, or of a pair of arrays.
+    """Return the arrays of queries and of keys; one given array serves both as one object.
 
     Args:
-      name: of the argument.
+      name: the argument's name.
       given: the array, or a tuple of two.
       lengths: queries and keys.
-      convert: checks an array, by its name and length.
+      convert: checks an array, given name and length.
     """
     require(
         not (isinstance(given, list) and any(getattr(x, "ndim", 0) for x in given)),
@@ -405,7 +405,7 @@ def _log_decay(
 def _bias(
     bias: Array | BiasFunction | None, batch: Sequence[int], pairs: tuple[int, int, int]
 ) -> Array | BiasFunction | None:
-    """A bias with all axes, batch ones flattened: an array, or a function that returns one."""
+    """Return a bias with all axes and a flattened batch: an array, or a function returning one."""
     if bias is None:
         return None
     if not callable(bias):
@@ -423,7 +423,7 @@ def _bias(
 
 
 def _floating(name: str, bias: Any) -> Array:
-    """The bias as an array; ValueError if it is not floating-point."""
+    """Return the bias as an array; ValueError unless it is floating-point."""
     require(bias is not None, f"{name} must be a floating-point array; got None")
     bias = as_array(name, bias)
     require(
@@ -434,7 +434,7 @@ def _floating(name: str, bias: Any) -> Array:
 
 
 def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int | None]:
-    """An int, or int32: a scalar or ``[B]``; and the largest distance, None if it is not known."""
+    """Return the offset (int, or int32 scalar or ``[B]``), and its largest magnitude if known."""
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
         return int(offset), abs(int(offset))
     values = concrete(offset) if hasattr(offset, "dtype") else None
@@ -450,7 +450,7 @@ def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int
 
 
 def _broadcastable(name: str, x: Array, batch: Sequence[int], pairs: tuple[int, int, int]) -> Array:
-    """``x``, which must broadcast to ``[*batch, *pairs]``, as ``[B|1, Hq|1, Tq|1, S|1]``."""
+    """Return ``x``, checked to broadcast to ``[*batch, *pairs]``, as ``[B|1, Hq|1, Tq|1, S|1]``."""
     given, hint = x.shape, ""
     if given in {(*batch, n) for n in pairs[1:]}:
         hint = (
@@ -467,7 +467,7 @@ def _broadcastable(name: str, x: Array, batch: Sequence[int], pairs: tuple[int, 
 
 
 def _flatten(x: Array, batch: Sequence[int], tail: int) -> Array:
-    """Flattens the axes before the last ``tail``, which broadcast to ``batch``, to one: B or 1."""
+    """Flattens all but the last ``tail`` axes, which broadcast to ``batch``, to one of B or 1."""
     lead, core = x.shape[: x.ndim - tail], x.shape[x.ndim - tail :]
     lead = (1,) * (len(batch) - len(lead)) + lead
     if any(n != 1 for n in lead) and lead != tuple(batch):

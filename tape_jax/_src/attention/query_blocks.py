@@ -1,9 +1,9 @@
-"""Attention by a few blocks of queries, each over all of its keys at once; for CPUs.
+"""Attention by a few blocks of queries, each over all its keys at once, for CPUs.
 
-XLA runs the body of a loop, and small products, on one core there, however many there are. So the
-blocks are large and in no loop, and what does not depend on one another runs side by side. Under
-the causal rule a block is given the keys up to its last query only. The backward pass computes each
-block's logits again, from the inputs and what was kept of the outputs.
+XLA runs loop bodies and small products on one core there, however many there are. So the
+blocks are large and not in a loop, and independent blocks run side by side. Under the causal rule a
+block gets only the keys up to its last query. The backward pass recomputes each block's logits from
+the inputs and the saved outputs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tape_jax._src.core.checks import positive
 
 Array = jax.Array
 
-# At most so many blocks, of at least so many queries; logits of a block, over batch and heads.
+# The most blocks, the fewest queries per block; logits per block, over batch and heads.
 MOST_BLOCKS, LEAST_QUERIES = 4, 128
 MOST_LOGITS = 2**22
 
 
 def check(request: Request) -> None:
-    """Raises NotImplementedError where another implementation needs less memory or time."""
+    """Raises NotImplementedError if another implementation needs less memory or time."""
     refuse(
         request.visibility.band.window is not None,
         "it computes what a window hides; 'chunked' leaves that out",
@@ -46,11 +46,11 @@ def block_size(request: Request) -> int:
 
 
 def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Array | None]:
-    """Computes attention, a block of queries after another.
+    """Computes attention, one block of queries after another.
 
     Args:
       request: the call.
-      block_q: queries in a block; None: chosen by the length of the call.
+      block_q: queries per block; None: chosen by the call's length.
 
     Returns:
       As :func:`reference.attend`.
@@ -81,10 +81,10 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
 
 
 def _with_decay(request: Request, q: Array, k: Array) -> tuple[Array, Array]:
-    """Queries and keys with further columns, whose products are 0 and have the decay's gradient.
+    """Adds columns to queries and keys, whose products are 0 and carry the decay's gradient.
 
-    The decay's gradient is a sum over queries. With these columns the product that gives the keys'
-    gradient gives it too, without a further pass over all pairs. What is added to whole rows has
+    The decay's gradient is a sum over queries. With these columns, the product for the keys'
+    gradient also gives this one, without another pass over all pairs. Adding to whole rows has
     no gradient.
     """
     assert request.log_decay is not None
@@ -101,7 +101,7 @@ def _with_decay(request: Request, q: Array, k: Array) -> tuple[Array, Array]:
 def _in_memory(decay: Array) -> Array:
     """Copies ``decay`` by a product, which XLA does not repeat for each pair like a sum's end.
 
-    A head that has a number that is not finite is NaN.
+    Heads with non-finite numbers become NaN.
     """
     finite = jnp.isfinite(decay)
     same = jnp.eye(decay.shape[-1], dtype=decay.dtype)
@@ -110,8 +110,8 @@ def _in_memory(decay: Array) -> Array:
 
 
 def _block(request: Request, start: int, end: int) -> Array:
-    """Attention over values of the queries from ``start`` to ``end``."""
-    # Cut inside: so one array each is kept for the backward pass of all blocks.
+    """Compute attention over values for queries ``start`` to ``end``."""
+    # Cut inside, so that the backward passes of all blocks share the kept arrays.
     policy = jax.checkpoint_policies.save_only_these_names(reference.PRODUCT)
 
     @functools.partial(jax.checkpoint, policy=policy)

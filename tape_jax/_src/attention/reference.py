@@ -1,4 +1,4 @@
-"""Attention over values and position states, written to be read: the specification.
+"""The readable reference for attention over values and position states.
 
 With ``P`` the softmax over the visible keys of ``scale * <rotate(q_i, e_i), rotate(k_j, e_j)>
 + bias_ij + F_i - F_j``, ``F`` the log decay, the outputs are ``o = P v`` and ``a = P e`` (TAPE,
@@ -29,7 +29,7 @@ from tape_jax._src.core import algebra
 
 Array = jax.Array
 
-# By this name what remat keeps is told of the products with values.
+# The name by which remat policies keep the products with values.
 PRODUCT = "tape_attention_product"
 
 
@@ -75,7 +75,7 @@ def attend(request: Request) -> tuple[Array, Array | None]:
 
 
 def _softmax(logits: Array) -> tuple[Array, Array]:
-    """Softmax over the last axis: numerators, and their sums ``[..., 1]``."""
+    """Return the softmax over the last axis as numerators and sums ``[..., 1]``."""
     # The start value of the maximum keeps rows without a visible key finite: their weights are 0.
     lowest = jnp.finfo(logits.dtype).min
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=lowest))
@@ -87,7 +87,7 @@ def _softmax(logits: Array) -> tuple[Array, Array]:
 def _by_rows(
     function: RowFunction | None, logits: Array, rows: AttentionRows | None, request: Request
 ) -> Array:
-    """``function`` of logits ``[B, Hk, G * Tq, S]``, which it is given as ``[B, Hq, Tq, S]``."""
+    """Apply ``function`` to logits ``[B, Hk, G * Tq, S]``, reshaped to ``[B, Hq, Tq, S]``."""
     if function is None or rows is None:
         return logits
     pairs = (request.query_heads, request.query_length, request.key_length)
@@ -105,7 +105,7 @@ def _rows(request: Request, visible: Array | None) -> AttentionRows:
 
 
 def _masked(logits: Array, visible: Array | None, request: Request) -> Array:
-    """Add bias and decay to logits ``[B, Hk, G * Tq, S]``; -inf where a key is not visible."""
+    """Add bias and decay to logits ``[B, Hk, G * Tq, S]``; hide keys with -inf."""
     by_rows = functools.partial(
         pairs_to_rows,
         kv_heads=request.kv_heads,
@@ -121,7 +121,7 @@ def _masked(logits: Array, visible: Array | None, request: Request) -> Array:
     if request.log_decay is not None:
         queries, keys = request.log_decay
         if request.weights_fn is None:
-            # What is added to a whole row has no gradient: computed, it would be noise.
+            # Adding to a whole row has no gradient; computing it would give noise.
             queries = lax.stop_gradient(queries)
         decay = decays(queries, keys)
         logits = logits + by_rows(decay).astype(logits.dtype)

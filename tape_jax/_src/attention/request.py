@@ -1,4 +1,4 @@
-"""One call of attention, checked and normalized, as every backend is given it."""
+"""One call of attention, checked and normalized, as every backend gets it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Request:
       k: keys ``[B, S, Hk, D]``; rotated already if ``keys_rotated`` (then ``M * R`` wide in tensor
         form).
       v: values ``[B, S, Hk, Dv]``.
-      state: of the keys, ``e``: rotary ``[B|1, S, Hk|1, D]`` or tensor
+      state: state ``e`` of keys: rotary ``[B|1, S, Hk|1, D]`` or tensor
         ``[B|1, S, Hk|1, M, L, R]``, or None.
       query_state: state of the queries ``[B|1, Tq, He, ...]``, ``He`` a divisor of ``Hq``; None:
         nothing is rotated.
@@ -41,7 +41,7 @@ class Request:
       visibility: which keys a query sees, and the offset of the queries.
       scale: factor on the logits.
       softcap: bound of the scaled logits, or None; see :func:`algebra.capped`.
-      logits_fn, weights_fn: of logits ``[B, Hq, Q, K]`` and :class:`AttentionRows`, to as many
+      logits_fn, weights_fn: map logits ``[B, Hq, Q, K]`` and :class:`AttentionRows` to new
         logits and to weights, or None.
       keys_rotated, attend_state, interpret, sharding: as in :func:`tape_jax.attention`.
     """
@@ -75,7 +75,7 @@ class Request:
 
     @property
     def symbolic(self) -> tuple[str, ...]:
-        """The dimensions of queries and keys that ``jax.export`` leaves open."""
+        """The symbolic dimensions of queries and keys, under ``jax.export``."""
         sizes = (*self.q.shape, *self.k.shape)
         return tuple(dict.fromkeys(str(n) for n in sizes if not isinstance(n, int)))
 
@@ -91,17 +91,17 @@ class Request:
 
     @property
     def groups(self) -> int:
-        """Query heads for each key/value head, ``G``."""
+        """Query heads per key/value head, ``G``."""
         return self.query_heads // self.kv_heads
 
     @property
     def needs_rows(self) -> bool:
-        """True if whole rows of logits are rewritten, or weighted by another rule than softmax."""
+        """True if a function rewrites whole rows of logits, or replaces the softmax."""
         return self.logits_fn is not None or self.weights_fn is not None
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """Type of the operands of all products: that of the queries."""
+        """Type of the operands of all products, which is the queries'."""
         return self.q.dtype
 
     @property
@@ -140,7 +140,7 @@ class Request:
 
 
 def scaled_beforehand(q: Array, scale: float) -> tuple[Array, float]:
-    """Return queries and the scale that is left for the logits; of 16 bits both as they are.
+    """Return scaled queries and scale 1; 16-bit queries and their scale are returned unchanged.
 
     XLA may contract ``logits * scale - top`` into one instruction, which rounds once. At logits of
     1e9 the largest one then differs from the maximum by hundreds, and the softmax overflows.
@@ -149,7 +149,7 @@ def scaled_beforehand(q: Array, scale: float) -> tuple[Array, float]:
 
 
 def refuse_rows(request: Request) -> None:
-    """Raises NotImplementedError where a call needs whole rows of logits."""
+    """Raises NotImplementedError if a call needs whole rows of logits."""
     for name in ("logits_fn", "weights_fn"):
         refuse(
             getattr(request, name) is not None,
@@ -158,16 +158,16 @@ def refuse_rows(request: Request) -> None:
 
 
 def to_rows(x: Array, kv_heads: int, block: int) -> Array:
-    """Puts the ``G`` query heads that share a key/value head below one another.
+    """Stacks the ``G`` query heads that share a key/value head as rows.
 
     Args:
       x: ``[B, T, Hq, D]``, ``T`` a multiple of ``block``.
       kv_heads: ``Hk``.
-      block: number of times that stay together: the rows of a block are its first head's times,
-        then those of the second head, ...
+      block: number of time steps that stay together: a block has its first head's steps,
+        then the second head's, ...
 
     Returns:
-      ``[B, Hk, T * G, D]``: keys and values of a head meet all its queries in one product.
+      ``[B, Hk, T * G, D]``: one product then pairs a head's keys with all its queries.
     """
     b, t, heads, d = x.shape
     x = x.reshape(b, t // block, block, kv_heads, heads // kv_heads, d)
@@ -182,7 +182,7 @@ def from_rows(x: Array, query_heads: int, block: int) -> Array:
 
 
 def pairs_to_rows(x: Array, kv_heads: int, groups: int, block: int) -> Array:
-    """Biases or masks of one block of queries, ``[B|1, Hq|1, block|1, K|1]``, by rows.
+    """Return biases or masks of a query block, ``[B|1, Hq|1, block|1, K|1]``, as rows.
 
     Returns:
       ``[B|1, Hk|1, G * block|1, K|1]``.
@@ -196,18 +196,18 @@ def pairs_to_rows(x: Array, kv_heads: int, groups: int, block: int) -> Array:
 
 
 def decays(queries: Array, keys: Array) -> Array:
-    """``F_i - F_j``, which is added to the logits.
+    """Return ``F_i - F_j``, which is added to logits.
 
     Args:
       queries: log decay ``F [B|1, Q, Hq|1]``.
       keys: likewise, ``[B|1, K, Hq|1]``.
 
     Returns:
-      ``[B|1, Hq|1, Q, K]``, subtracted in the type given: sums with anything else would round.
+      ``[B|1, Hq|1, Q, K]``, subtracted in the given type: adding anything first would round.
     """
     return queries.swapaxes(1, 2)[..., None] - keys.swapaxes(1, 2)[..., None, :]
 
 
 def hide(logits: Array, visible: Array | None) -> Array:
-    """Put -inf where a key is not visible; None: all are."""
+    """Put -inf where keys are not visible; None: all are."""
     return logits if visible is None else jnp.where(visible, logits, -jnp.inf)

@@ -1,7 +1,7 @@
-"""Attention by blocks of queries over all keys, for what rewrites whole rows of logits.
+"""Attention by blocks of queries over all keys, for functions of whole rows of logits.
 
-A block is computed as ``reference`` does it, and again in the backward pass, so that memory grows
-with the number of keys and not with that of pairs (Rabe and Staats, 2021).
+Each block is computed as in ``reference``, and again in the backward pass. So memory grows
+with the number of keys, not of pairs (Rabe and Staats, 2021).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = jax.Array
 
 # Logits in one block, over batch and heads.
 BLOCK_LOGITS = 2**20
-# Under the causal rule keys are left out behind each of so many parts of the queries.
+# Under the causal rule, each of this many parts of the queries leaves out later keys.
 PARTS = 4
 
 
@@ -37,11 +37,11 @@ def check(request: Request) -> None:
 
 
 def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Array | None]:
-    """Computes attention, a block of queries at a time.
+    """Computes attention, one block of queries at a time.
 
     Args:
       request: the call.
-      block_q: queries in a block; None: chosen by the size of the call.
+      block_q: queries per block; None: chosen by the call's size.
 
     Returns:
       As :func:`reference.attend`.
@@ -116,7 +116,7 @@ def _of_queries(request: Request, start: int | Array, size: int) -> Request:
 
 
 def seen_part(request: Request, start: int, size: int) -> Request:
-    """Return the request of some queries, without keys that causality hides from all of them."""
+    """Return the request of some queries, without keys that causality hides from them all."""
     own, seen = _of_queries(request, start, size), request.key_length
     visibility = request.visibility
     if visibility.band.is_causal and isinstance(visibility.query_offset, int):
@@ -125,7 +125,7 @@ def seen_part(request: Request, start: int, size: int) -> Request:
 
 
 def _first_keys(request: Request, seen: int) -> Request:
-    """Return the call with the first ``seen`` keys only."""
+    """Return the call with only its first ``seen`` keys."""
 
     def cut(x: Array, axis: int) -> Array:
         return x if x.shape[axis] == 1 else lax.slice_in_dim(x, 0, seen, axis=axis)

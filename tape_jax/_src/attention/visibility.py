@@ -1,7 +1,7 @@
 """Visibility of keys for all backends: the causal rule, the window, segments and the mask.
 
-Position decides by the distance of a key from a query, :class:`Band`; the arrays of a call decide
-the rest, :class:`Visibility`.
+:class:`Band` decides by the distance of a key from a query; :class:`Visibility` adds the arrays of
+a call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tape_jax._src.core.checks import refuse
 
 Array = jax.Array
 
-# The largest index that a kernel takes: sums of a few of them are 32-bit integers.
+# The largest index that a kernel takes: sums of a few fit into 32-bit integers.
 MAX_INDEX = 2**29
 
 
@@ -31,7 +31,7 @@ class Band:
 
     Attributes:
       is_causal: whether later keys are hidden.
-      window: how many keys before and behind its own place a query sees, or None for all.
+      window: how many keys before and after its own position a query sees, or None for all.
     """
 
     is_causal: bool = False
@@ -72,9 +72,9 @@ class Band:
 
 
 def within(window: tuple[int, int], queries: Array, keys: Array) -> Array:
-    """Return which keys lie in the windows of queries: integers of one type, which broadcast.
+    """Return which keys lie in the windows of queries, both integers of one type that broadcast.
 
-    They may be any of their type: differences are taken without a sign, and do not overflow.
+    They may have any value: differences are unsigned and do not overflow.
     """
     unsigned = jnp.dtype(f"uint{8 * queries.dtype.itemsize}")
     before, behind = (min(size, jnp.iinfo(unsigned).max) for size in window)
@@ -96,13 +96,13 @@ class Visibility:
 
     Attributes:
       band: the causal rule and the window.
-      query_offset: what is added to a query's index before it is compared with a key's: an int,
-        or int32, a scalar or one a row ``[B]``.
+      query_offset: what is added to a query's index before comparing it with a key's: an int,
+        or int32, a scalar or one per row ``[B]``.
       segments: integer ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``, or None. They are one
-        object where every query has the id of its own key.
+        object if every query has the id of its own key.
       mask: boolean ``[B|1, Hq|1, Tq|1, S|1]``, True where visible, or None.
-      counts: integers of queries ``[B|1, Tq]`` and of keys ``[B|1, S]`` by which the window is
-        measured, or None for their indices.
+      counts: integers of queries ``[B|1, Tq]`` and of keys ``[B|1, S]`` that measure the
+        window, or None for their indices.
     """
 
     band: Band = Band()
@@ -113,7 +113,7 @@ class Visibility:
 
     @property
     def by_index(self) -> Band:
-        """The part of the band that is about indices: without the window, where counts have it."""
+        """The part of the band that concerns indices: without the window if there are counts."""
         return self.band if self.counts is None else Band(self.band.is_causal)
 
     def places(self, queries: int) -> Array:
@@ -146,7 +146,7 @@ class Visibility:
         return found.reshape((1,) * (4 - found.ndim) + found.shape)
 
     def of_queries(self, start: int | Array, size: int) -> Visibility:
-        """Return the part of ``size`` queries from ``start`` on."""
+        """Return the visibility for ``size`` queries from ``start`` on."""
 
         def cut(pair: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
             return None if pair is None else (part(pair[0], start, size, 1), pair[1])
@@ -160,7 +160,7 @@ class Visibility:
         )
 
     def of_keys(self, start: int | Array, size: int) -> Visibility:
-        """Return the part of ``size`` keys from ``start`` on."""
+        """Return the visibility for ``size`` keys from ``start`` on."""
 
         def cut(pair: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
             return None if pair is None else (pair[0], part(pair[1], start, size, 1))
@@ -196,7 +196,7 @@ class Visibility:
         return meet
 
     def refuse_for_kernels(self, queries: int, keys: int) -> None:
-        """Raise NotImplementedError for counts, and where indices would leave 32-bit integers."""
+        """Raise NotImplementedError for counts, and if indices would overflow 32-bit integers."""
         refuse(self.counts is not None, "window_positions= is not in the kernels")
         offset = self.query_offset if isinstance(self.query_offset, int) else 0
         sizes = {
@@ -212,7 +212,7 @@ class Visibility:
 def visible_blocks(
     band: tuple[int | None, int | None], first: Array, last: Array, size: int, count: int
 ) -> tuple[Array, Array]:
-    """Return the blocks of keys that position lets queries ``first`` to ``last`` see.
+    """Return the key blocks that queries ``first`` to ``last`` see by position.
 
     Args:
       band: the smallest and the largest distance of a visible key; None: no limit.
@@ -234,7 +234,7 @@ def visible_blocks(
 def full_blocks(
     band: tuple[int | None, int | None], first: Array, last: Array, size: int, count: int
 ) -> tuple[Array, Array]:
-    """Return those of :func:`visible_blocks` that all queries ``first`` to ``last`` see whole."""
+    """Return the :func:`visible_blocks` that all queries ``first`` to ``last`` see whole."""
     (lowest, highest), begin, end = band, jnp.zeros_like(first), jnp.full_like(last, count)
     if lowest is not None:
         begin = jnp.clip(-(-(last + lowest) // size), 0, count)
@@ -244,14 +244,14 @@ def full_blocks(
 
 
 def part(x: Array, start: int | Array, size: int, axis: int) -> Array:
-    """Return ``size`` numbers of an axis from ``start`` on; an axis of 1 stays as it is."""
+    """Return ``size`` entries of an axis from ``start`` on; an axis of 1 stays as is."""
     return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def segments_meet(segments: tuple[Array, Array], block_q: int, block_k: int) -> Array:
     """Return whether the ranges of ids of two blocks overlap, ``[B|1, query blocks, key blocks]``.
 
-    Blocks that are not full count their last id only.
+    Incomplete blocks are padded with their last id.
     """
     (low_q, high_q), (low_k, high_k) = (
         _id_ranges(ids, size) for ids, size in zip(segments, (block_q, block_k), strict=True)

@@ -1,4 +1,4 @@
-"""The algebra of position states: what positions and attention both stand on.
+"""The algebra of position states, on which positions and attention build.
 
 A position state has one of two forms.
 
@@ -7,11 +7,11 @@ A position state has one of two forms.
 * **Tensor** ``E[..., T, H, M, L, R]``: per head ``M = D / L`` blocks of ``L x R`` numbers. Block
   ``m`` sends the ``L`` query dimensions that it owns to the ``R``-vector ``E_m^T q_m``.
 
-A state of queries or keys ``[batch..., T, H, D]`` has either all their axes, where batch axes may
-be 1 and so may the heads, or neither batch nor heads: ``[T, D]``, in tensor form
-``[T, 1, M, L, R]``. Nothing in between is guessed (:func:`check_state`).
+A state of queries or keys ``[batch..., T, H, D]`` has either all their axes, where batch axes and
+heads may be 1, or neither batch nor heads: ``[T, D]``, in tensor form
+``[T, 1, M, L, R]``. No shape in between is accepted (:func:`check_state`).
 
-Both are acted on from the right by an orthogonal group (:func:`transform`), and the attention
+An orthogonal group acts on both from the right (:func:`transform`). The attention
 logits ``<rotate(q_i, e_i), rotate(k_j, e_j)>`` do not change under it (TAPE, section 3).
 """
 
@@ -27,34 +27,34 @@ import jax.numpy as jnp
 Array = jax.Array
 Shaped = Array | jax.ShapeDtypeStruct
 
-# By default TPUs and GPUs round the operands of products in float32, and with them positions.
+# By default TPUs and GPUs round the operands of float32 products, and so round positions.
 precise_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def float_type(dtype: Any) -> jnp.dtype:
-    """The given type, or jax's default float for None: float64 where 64-bit types are enabled."""
+    """Return the type, or jax's default float for None: float64 if 64-bit types are enabled."""
     return jnp.zeros(()).dtype if dtype is None else jnp.dtype(dtype)
 
 
 def at_least_32_bits(x: Array) -> Array:
-    """Integers of a type that has numbers for sizes: of a table, or of a vocabulary."""
+    """Widen integers to 32 bits, to hold the size of tables or vocabularies."""
     return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
 
 
 def at_least_float32(dtype) -> jnp.dtype:
-    """The type in which angles, states and softmaxes of inputs of ``dtype`` are computed."""
+    """Return the type for computing angles, states and softmaxes of ``dtype`` inputs."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def capped(logits: Array, softcap: float | None) -> Array:
-    """Logits ``c tanh(logits / c)`` of a bound ``c``, or as they are if it is None."""
+    """Bound logits as ``c tanh(logits / c)``, or return them if ``c`` is None."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def is_tensor_form(state: Array, q: Shaped) -> bool:
-    """Return whether a state of ``q [batch..., T, H, D]`` has tensor form, which its axes tell.
+    """Return whether a state of ``q [batch..., T, H, D]`` has tensor form, by its axes.
 
-    Five may be ``[T, 1, M, L, R]`` or all those of ``q``: rotary if the last is ``D``.
+    Five axes may be ``[T, 1, M, L, R]`` or those of ``q``: rotary if the last is ``D``.
     """
     if state.ndim == q.ndim == 5:
         return state.shape[-1] != q.shape[-1]
@@ -62,20 +62,20 @@ def is_tensor_form(state: Array, q: Shaped) -> bool:
 
 
 def with_heads(state: Array) -> Array:
-    """Rotary states ``[batch..., T, D]`` of any batch as :func:`check_state` wants them.
+    """Gives batched rotary states ``[batch..., T, D]`` the axis that :func:`check_state` needs.
 
-    That is ``[batch..., T, 1, D]``, but ``[T, D]`` as it is: where a batch is, heads have an axis.
+    They become ``[batch..., T, 1, D]``; ``[T, D]`` has no batch and stays as is.
     """
     return state if state.ndim == 2 else jnp.expand_dims(state, -2)
 
 
 def align_state(state: Array) -> Array:
-    """A state with an axis of heads: ``[T, D]`` gets one. Batch axes are left to broadcasting."""
+    """Give ``[T, D]`` states an axis of heads. Batch axes are left to broadcasting."""
     return jnp.expand_dims(state, -2) if state.ndim == 2 else state
 
 
 def split_blocks(x: Array, size: int) -> Array:
-    """``[..., M * size]`` to blocks ``[..., M, size]``.
+    """Split ``[..., M * size]`` into ``[..., M, size]``.
 
     An even ``size`` keeps the rotary pairing: row ``2p`` of block ``m`` is dimension
     ``j = m * size/2 + p`` and row ``2p + 1`` is dimension ``j + D/2``. An odd ``size`` cuts
@@ -98,12 +98,12 @@ def merge_blocks(x: Array) -> Array:
 
 
 def complex_multiply(x: Array, y: Array) -> Array:
-    """Product of two arrays ``[..., D]`` read as ``D/2`` complex numbers ``[real | imaginary]``."""
+    """Multiply arrays ``[..., D]`` read as ``D/2`` complex numbers ``[real | imaginary]``."""
     (xr, xi), (yr, yi) = jnp.split(x, 2, axis=-1), jnp.split(y, 2, axis=-1)
     return jnp.concatenate([xr * yr - xi * yi, xr * yi + xi * yr], axis=-1)
 
 
-# For the backward pass both factors are kept as they are given, and not the halves of each.
+# The backward pass keeps both factors as given, not their halves.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _multiply(x: Array, y: Array, compute: jnp.dtype) -> Array:
     """Computes :func:`complex_multiply` in the type ``compute``; the result has that of ``x``."""
@@ -148,7 +148,7 @@ def repeat_heads(x: Array, heads: int, *, tensor: bool = False) -> Array:
 
 
 def transform(state: Array, omega: Array) -> Array:
-    """Right action of the symmetry group on a state.
+    """Applies the symmetry group to a state from the right.
 
     Args:
       state: rotary ``[..., D]`` or tensor ``[..., M, L, R]``.
@@ -156,10 +156,10 @@ def transform(state: Array, omega: Array) -> Array:
         form one phase (radians) per frequency ``[D/2]``, or a scalar phase for all.
 
     Returns:
-      The state in which every block is ``E_m @ omega``, or ``e_j * exp(i omega_j)``.
+      The state with blocks ``E_m @ omega``, or ``e_j * exp(i omega_j)``.
 
     Raises:
-      ValueError: if ``omega`` fits neither form, or the state is not floating-point.
+      ValueError: if ``omega`` does not fit the state, or the state is not floating-point.
     """
     _check_floating("state", state)
     omega = jnp.asarray(omega)
@@ -198,11 +198,11 @@ def check_state(
     Args:
       state: the state.
       q: the queries or keys, or anything with their shape.
-      name, of: what the message calls the two.
-      heads: what ``h`` may be; None: what divides ``H``.
+      name, of: names of both in messages.
+      heads: values that ``h`` may have; None: the divisors of ``H``.
 
     Raises:
-      ValueError: if ``state`` is no state of ``q``.
+      ValueError: if ``state`` does not fit ``q``.
     """
     if q.ndim < 3:
         raise ValueError(f"{of} must have shape [..., T, H, D]; got {q.shape}")
@@ -240,7 +240,7 @@ def check_state(
 def _misfit(
     name: str, state: Array, lead: tuple[int, ...], q: Shaped, heads: tuple[int, ...]
 ) -> str:
-    """Return what is probably wrong with a state whose axes before its block are ``lead``."""
+    """Return a hint why a state with axes ``lead`` before its block does not fit."""
     time, own_heads, dim = q.shape[-3:]
     if state.ndim == q.ndim - 1 and state.shape[-2:] == (time, dim):
         return f"; {name}[..., None, :] has an axis of heads"

@@ -42,7 +42,7 @@ def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None =
 def choose(
     what: str, value: Any, allowed: Iterable[Any], aliases: Mapping[str, str] | None = None
 ) -> None:
-    """Raises ValueError unless ``value`` is one of ``allowed``; of ``aliases``, :func:`nearest`."""
+    """Raises ValueError unless ``value`` is in ``allowed``; ``aliases``: see :func:`nearest`."""
     allowed = tuple(allowed)
     if value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
@@ -74,7 +74,7 @@ def positive(what: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def not_negative(what: str, value: Any) -> int:
-    """An integer from 0 on as Python's ``int``; ValueError if it is none."""
+    """An integer from 0 on as Python's ``int``; ValueError if not."""
     number = _integer(value)
     if number is None or number < 0:
         raise ValueError(f"{what} must be an integer from 0 on; got {value!r}")
@@ -90,13 +90,13 @@ def window(what: str, value: Any) -> int | tuple[int, int] | None:
 
 
 def truth(what: str, value: Any) -> bool:
-    """A truth value of Python or numpy as ``bool``; ValueError if it is none."""
+    """A truth value of Python or numpy as ``bool``; ValueError if not."""
     require(isinstance(value, bool | np.bool_), f"{what} must be True or False; got {value!r}")
     return bool(value)
 
 
 def number(what: str, value: Any, *, optional: bool = False) -> float | None:
-    """A finite number from 0 on as Python's ``float``; ValueError if it is none."""
+    """A finite number from 0 on as Python's ``float``; ValueError if not."""
     if optional and value is None:
         return None
     found = _real(value)
@@ -182,8 +182,8 @@ def _words_and_test(name: str, kind: Any) -> tuple[str, Callable[[Any], bool]]:
 def _check_types(given: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> None:
     """Raises ValueError for a value that is of none of the types in its annotation.
 
-    Containers are looked at from outside only. What is named ``key`` is a random key, what is
-    named ``dtype`` a type of numbers.
+    Elements of containers are not checked. An argument named ``key`` is a random key; one
+    named ``dtype`` is a type of numbers.
     """
     for name, value in given.items():
         hint = hints.get(name, Any)
@@ -206,7 +206,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # What is missing, the call itself says.
+        # The call itself reports missing arguments.
         _check_types(signature.bind_partial(*args, **kwargs).arguments, hints)
         return function(*args, **kwargs)
 
@@ -245,7 +245,7 @@ def set_field(value: Any, name: str, to: Any) -> None:
 
 
 def concrete(x: Any) -> np.ndarray | None:
-    """The values of an array; None where they are not known here: traced, or on other processes."""
+    """The values of an array; None if they are traced or on other processes."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
@@ -300,7 +300,7 @@ def instance(what: str, value: Any, cls: type | tuple[type, ...], *, optional: b
 
 
 def require_x64(hint: str = "", **types: Any) -> None:
-    """Raises ValueError if one of these types, by its name, has 64 bits and such are disabled.
+    """Raises ValueError if one of these named types has 64 bits while those are disabled.
 
     Without this jax would compute in 32 bits. ``hint`` ends the message.
     """

@@ -23,7 +23,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def tile_size(size: int) -> int:
-    """The least size of a tile of Triton's that holds so many: a power of two, at least 16."""
+    """The least Triton tile that holds ``size``: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""Random inputs of numerical checks.
+"""Random inputs for numerical checks.
 
 They are drawn by numpy from the key, so that they do not depend on ``jax_enable_x64``.
 """
@@ -19,16 +19,16 @@ Tree = Any
 
 
 def generator_of(key: Array | None) -> np.random.Generator:
-    """A numpy generator that follows a random key of either style; None: a fixed one."""
+    """Return a numpy generator seeded by a key of either style; None: fixed."""
     return np.random.default_rng(0 if key is None else np.asarray(jax.random.key_data(key)).ravel())
 
 
 @typed
 def random_permutation(key: Array | None, n: int) -> np.ndarray:
-    """A permutation of ``0 .. n - 1`` that moves something, ``[n]``.
+    """Draws a permutation ``[n]`` of ``0 .. n - 1`` that moves something.
 
     Raises:
-      ValueError: if ``n < 2``, so that there is none.
+      ValueError: if ``n < 2``, which has none.
     """
     if n < 2:
         raise ValueError(f"a permutation that moves something needs n >= 2; got {n}")
@@ -40,7 +40,7 @@ def random_permutation(key: Array | None, n: int) -> np.ndarray:
 def random_orthogonal(
     key: Array | None, r: int, *, reflection: bool | None = None, dtype: Any = None
 ) -> Array:
-    """An element ``[r, r]`` of O(r), uniformly distributed.
+    """Draws an element ``[r, r]`` of O(r) uniformly.
 
     Args:
       key: random key; None: a fixed one.
@@ -57,7 +57,7 @@ def random_orthogonal(
 
 @typed
 def random_phases(key: Array | None, n: int, *, dtype: Any = None) -> Array:
-    """Phases ``[n]`` in radians, uniform in ``[-pi, pi)``."""
+    """Draws ``[n]`` phases in radians, uniform in ``[-pi, pi)``."""
     return jnp.asarray(generator_of(key).uniform(-np.pi, np.pi, n), dtype)
 
 
@@ -70,7 +70,7 @@ def random_state(
     r: int | None = None,
     dtype: Any = None,
 ) -> Array:
-    """A state of standard normal numbers: nothing like a rotation, as states are after training.
+    """Draws a state of standard normal numbers: no rotation, like states after training.
 
     Args:
       key: random key; None: a fixed one.
@@ -96,7 +96,7 @@ def random_state(
 
 @typed
 def random_params(key: Array | None, params: Tree, *, std: float = 0.2) -> Tree:
-    """``params`` with normal noise of standard deviation ``std`` added to every float array."""
+    """Adds normal noise of standard deviation ``std`` to every float array of ``params``."""
     generator = generator_of(key)
 
     def moved(x: Array) -> Array:

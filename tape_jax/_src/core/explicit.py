@@ -1,8 +1,8 @@
 """Meshes with explicit axes, as ``jax.make_mesh`` makes them: shardings that are part of types.
 
-A function of ours sees automatic axes only: what it is given is cast to them at its door, and what
-it returns gets the sharding that the same einsum would give it. Inside, the compiler splits the
-work, as it does on a mesh with automatic axes.
+Functions of this package see only automatic axes: their arguments are cast to them on entry, and
+their results get the sharding that the same einsum would give. Inside, the compiler splits the
+work, as on a mesh with automatic axes.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def names_of(x: Any, ndim: int | None = None) -> Names:
-    """The mesh axes that split each axis of an array by its type, None for one that is whole.
+    """Return the mesh axes that split each axis of an array by its type; None for a whole one.
 
     Args:
       x: an array, or None.
-      ndim: of the answer: axes that are lacking come first and are whole.
+      ndim: of the answer: missing axes come first and are whole.
     """
     spec: Names = tuple(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
     spec += (None,) * (getattr(x, "ndim", len(spec)) - len(spec))
@@ -71,7 +71,7 @@ def names_of(x: Any, ndim: int | None = None) -> Names:
 
 
 def joined(what: str, *candidates: Any) -> Any:
-    """The mesh axes of an axis that several arrays share.
+    """Return the mesh axes of a shared axis.
 
     Raises:
       ValueError: if two disagree.
@@ -91,7 +91,7 @@ def automatic_inside(
     """A decorator: inside the function all axes of meshes are automatic.
 
     Args:
-      place: of the arguments by name and the shapes of the results, to a tree of
+      place: maps the arguments by name and the results' shapes to a tree of
         :data:`Names` for the results.
     """
 

@@ -28,7 +28,7 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) 
 
 
 def sync(path: Path) -> None:
-    """Does not return before a file, or the entries of a folder, are on the disk."""
+    """Waits until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Operations of a program, counted in what jax traces of it."""
+"""Counts the operations of a program that jax traces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def matrix_operations(function: Any, *args: Any) -> float:
-    """Operations of the matrix products of ``function(*args)``: a product and a sum are two.
+    """Counts the operations of matrix products in ``function(*args)``: a product and a sum are two.
 
-    Loops count as often as they run, of branches the one with most. Where a loop does not say how
-    often it runs, the result is NaN.
+    Loops count as often as they run; of branches, the largest counts. The result is NaN if a
+    loop does not say how often it runs.
 
     Args:
       function: any.

@@ -1,8 +1,8 @@
 """Makes kernels follow the batch and the heads, under ``vmap`` and in sharded programs.
 
 To XLA a kernel is opaque: it would gather sharded operands on every device. But attention computes
-each row of the batch and each key/value head by itself, so every device can run the same kernel on
-the rows and heads that it holds.
+each row of the batch and each key/value head separately, so every device can run the same kernel on
+its rows and heads.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def over_batch_and_heads(
 
 
 def once_differentiated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that must not be differentiated: it is part of a derivative, or has one beside."""
+    """Makes a function refuse differentiation: it is part of a derivative or has its own."""
     refusing = jax.custom_jvp(function)
 
     @refusing.defjvp
@@ -98,7 +98,7 @@ def once_differentiated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_derivative_only(function: Callable[[Named], Array], args: Named) -> Array:
-    """Runs ``function(args)`` with a reverse-mode derivative, which has none itself."""
+    """Runs ``function(args)`` with a reverse-mode derivative, but no second derivative."""
 
     @jax.custom_vjp
     def call(args: Named) -> Array:
@@ -244,7 +244,7 @@ def _letters(x: Any, of_more_rows: Any, of_more_heads: Any, sizes: Mapping[str, 
 
 
 def batch_size(args: Mapping[str, Any]) -> int:
-    """Rows of a batch, of arrays whose first axis is full or 1."""
+    """Rows of a batch of arrays whose first axis is full or 1."""
     return max(x.shape[0] for x in args.values())
 
 
@@ -252,7 +252,7 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
     """Calls ``function``, and says how it can be split over devices."""
     results = jax.eval_shape(function, args)
     sizes = _sizes(axes, args, results)
-    # What an axis, by its letter and its size, is split along.
+    # The factor that splits an axis, by letter and size.
     split = {("b", sizes["b"]): "b"}
     if sizes["k"] > 1:
         split |= {("h", sizes["h"]): "h"} | {(letter, sizes["k"]): "k" for letter in "kh"}

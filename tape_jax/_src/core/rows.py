@@ -1,4 +1,4 @@
-"""Rows of logits, as functions that rewrite them are given them."""
+"""Rows of logits, for functions that rewrite them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Array = jax.Array
 
 
 class AttentionRows(NamedTuple):
-    """Rows of logits, of some queries and all keys, as functions that rewrite them see them.
+    """Describes rows of logits, of some queries and all keys, to functions that rewrite them.
 
-    Where ``K`` stands below, keys that are hidden from all of these queries, because they are
-    later, may be left out: then ``K < S``, and of what is per key a function takes the first ``K``.
+    The ``K`` keys below may leave out later keys that are hidden from all of these queries. Then
+    ``K < S``, and a function takes the first ``K`` entries of its arrays per key.
 
     Attributes:
-      queries: which queries, int32 ``[Q]``, counted from the first of the call: by it a function
-        takes their part of an array that it closes over.
+      queries: indices of the queries, int32 ``[Q]``, counted from the call's first: use them to
+        index an array that your function closes over.
       places: of the queries among the keys, ``query_offset`` included, int32 ``[Q]``, or
-        ``[B, Q]`` where rows of the batch have offsets of their own.
+        ``[B, Q]`` if rows of the batch have their own offsets.
       visible: booleans ``[B|1, Hq|1, Q, K]``.
     """
 

@@ -25,13 +25,13 @@ def without_padding(x: Array, segment_ids: Array | None, *, axes: int = 1) -> Ar
 
 
 def places(segment_ids: Array) -> Array:
-    """Counts the earlier tokens of the row that have each token's own id, int32 ``[..., T]``."""
+    """Counts each token's earlier tokens of the same id in the row, int32 ``[..., T]``."""
 
     return side_by_side(steps_since_change, segment_ids)
 
 
 def of_first(segment_ids: Array, x: Array) -> Array:
-    """``x [..., T]`` of the first token of each one's segment, batch axes full."""
+    """Takes ``x [..., T]`` at each segment's first token, batch axes full."""
 
     def first(ids: Array, x: Array) -> Array:
         index = jnp.arange(x.shape[-1]) - steps_since_change(ids)
@@ -55,7 +55,7 @@ def side_by_side(function: Callable[..., Array], segment_ids: Array, *arrays: Ar
 
 
 def order_by_segment(segment_ids: Array) -> tuple[Array, Array]:
-    """The order in which each segment's tokens stand side by side, padding last, and that back.
+    """Returns an order with each segment's tokens side by side, padding last, and its inverse.
 
     Args:
       segment_ids: ``[..., T]``.
@@ -68,7 +68,7 @@ def order_by_segment(segment_ids: Array) -> tuple[Array, Array]:
 
 
 def in_pieces(segment_ids: Array) -> Array:
-    """Whether others, or padding, stand between tokens of a segment, boolean ``[...]``."""
+    """Whether other tokens or padding split a segment, boolean ``[...]``."""
     parted = steps_since_change(segment_ids) != places(segment_ids)
     return (parted & (segment_ids != PADDING)).any(-1)
 
@@ -86,7 +86,7 @@ def reordered(x: Array, order: Array) -> Array:
 
 
 def running(function: Callable[[Array, Array], Array], begins: Array, x: Array, axis: int) -> Array:
-    """Accumulates an associative ``function`` along ``axis``, anew wherever ``begins`` is true.
+    """Accumulates an associative ``function`` along ``axis``, restarting where ``begins`` is true.
 
     Args:
       function: of two arrays, such as their sum.

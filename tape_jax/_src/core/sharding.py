@@ -1,4 +1,4 @@
-"""Logical axes, rules that send them to the axes of a mesh, and meshes."""
+"""Logical axes, rules that map them to mesh axes, and meshes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rule = tuple[str, str | tuple[str, ...] | None]
 # The outermost first: neighbouring devices, with the fastest links, share a ``tensor`` group.
 MESH_AXES = ("data", "fsdp", "sequence", "tensor")
 
-# What becomes of every logical axis, unless a rule of one's own comes before.
+# Rules for all logical axes; a user's own rules come first.
 RULES: tuple[Rule, ...] = (
     # of activations
     ("batch", ("data", "fsdp")),
@@ -46,7 +46,7 @@ class ParameterSpec(NamedTuple):
     Attributes:
       shape: with its type.
       axes: one logical axis name, or None, for each dimension.
-      role: what the parameter is to its model, by which rules choose what trains: ``position`` (of
+      role: the parameter's role in its model, by which rules choose what trains: ``position`` (of
         the encoding), ``norms``, ``embeddings`` (of tokens, and the output projection) or ``lora``;
         None: none of these.
     """
@@ -67,7 +67,7 @@ class Model(Protocol):
 
 
 def _checked_rule(rule: Any) -> Rule:
-    """A rule with its list, if any, made a tuple."""
+    """Checks a rule and makes its list a tuple."""
     valid = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
     require(
         valid,
@@ -85,9 +85,9 @@ class ShardingConfig:
     """A mesh and rules as plain data.
 
     Attributes:
-      data, fsdp, sequence, tensor: sizes of the mesh's axes; one may be -1: what the others leave.
-      rules: pairs of a logical axis and a mesh axis, several of them, or None, which come before
-        :data:`RULES`: the first that names an axis counts.
+      data, fsdp, sequence, tensor: sizes of the mesh axes; one may be -1: what the others leave.
+      rules: pairs of a logical axis and a mesh axis, several mesh axes, or None. They precede
+        :data:`RULES`: the first rule for an axis counts.
     """
 
     data: int = 1
@@ -118,7 +118,7 @@ class ShardingConfig:
         return ", ".join(f"{name}={getattr(self, name)}" for name in MESH_AXES)
 
     def mesh_shape(self, devices: int) -> tuple[int, ...]:
-        """Sizes of :data:`MESH_AXES` on this number of devices.
+        """Returns the sizes of :data:`MESH_AXES` for ``devices`` devices.
 
         Raises:
           ValueError: if they do not fit.
@@ -133,10 +133,10 @@ class ShardingConfig:
         return tuple(devices // known if size == -1 else size for size in self._sizes)
 
     def build(self, devices: Sequence[Any] | int | None = None) -> Sharding:
-        """The mesh and the rules.
+        """Builds the mesh with its rules.
 
         Args:
-          devices: which; None: all. A number: a mesh without devices, to plan with.
+          devices: which; None: all. A number: a mesh without devices, for planning.
 
         Raises:
           ValueError: if the mesh does not fit the devices.
@@ -150,8 +150,8 @@ class ShardingConfig:
         return Sharding(jax.make_mesh(shape, MESH_AXES, types, devices=found), rules)
 
 
-# One device; the devices of one host, each with all parameters; the devices of many hosts that one
-# fast network joins, on which parameters and optimiser states are split too.
+# One device; the devices of one host, each with all parameters; the devices of many hosts on one
+# fast network, which also split parameters and optimiser states.
 PRESETS = {
     "device": ShardingConfig(),
     "host": ShardingConfig(data=-1),
@@ -161,20 +161,20 @@ PRESETS = {
 
 @typed
 def preset(name: str, **changes: Any) -> ShardingConfig:
-    """The preset ``device``, ``host`` or ``pod_slice``, with fields changed."""
+    """Returns preset ``device``, ``host`` or ``pod_slice``, with changed fields."""
     choose("sharding preset", name, PRESETS)
     return dataclasses.replace(PRESETS[name], **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """A mesh, and rules that say which logical axes its axes split. Hashable.
+    """A mesh, and rules that say which logical axes it splits. Hashable.
 
     Attributes:
-      mesh: of devices, or abstract; a rule's axes that it lacks split nothing.
-      rules: complete; the first that names a logical axis counts.
+      mesh: of devices, or abstract; rule axes that it lacks split nothing.
+      rules: all rules; the first for a logical axis counts.
       strict: whether it is an error if the mesh does not divide a dimension; otherwise that
-        dimension of that array is not split, as evaluation of odd batches wants it.
+        dimension of that array is not split, which suits evaluation of odd batches.
     """
 
     mesh: Mesh | AbstractMesh
@@ -183,11 +183,11 @@ class Sharding:
 
     @property
     def inner(self) -> Mesh | AbstractMesh:
-        """The mesh as functions of this package see it inside, its explicit axes automatic."""
+        """The mesh that this package uses internally, with explicit axes made automatic."""
         return automatic(self.mesh)
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """Axes of the mesh that split a logical axis.
+        """Returns the mesh axes that split a logical axis.
 
         Raises:
           ValueError: if no rule names it.
@@ -203,7 +203,7 @@ class Sharding:
         )
 
     def shards(self, axis: str) -> int:
-        """Number of parts into which a logical axis is split."""
+        """Returns the number of parts of a logical axis."""
         return math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
     def spec(self, axes: Axes, shape: Sequence[int], what: str = "an array") -> PartitionSpec:
@@ -215,7 +215,7 @@ class Sharding:
           what: its name, for errors.
 
         Raises:
-          ValueError: if two of its axes would share an axis of the mesh, no rule names one, or the
+          ValueError: if two of its axes would share a mesh axis, no rule names one, or the
             mesh does not divide a dimension (if ``strict``).
         """
         require(
@@ -251,10 +251,10 @@ class Sharding:
         return NamedSharding(self.mesh, self.spec(axes, shape, what))
 
     def check(self, model: Model, *, batch_size: int, length: int) -> None:
-        """Raises ValueError unless the mesh divides all that a step of ``model`` has.
+        """Raises ValueError unless the mesh divides all arrays of a step of ``model``.
 
         Args:
-          model: what is run.
+          model: the model.
           batch_size: sequences in a batch, over all devices.
           length: tokens in each.
         """
@@ -274,7 +274,7 @@ class Sharding:
     def check_activations(self, config: Any, batch_size: int, length: int) -> None:
         """Raises ValueError unless the mesh divides batch, length and heads; see :meth:`check`.
 
-        One that is not ``strict`` takes any.
+        Without ``strict``, any sizes pass.
         """
         if not self.strict:
             return
@@ -297,19 +297,19 @@ class Sharding:
             )
 
     def of(self, model: Model, tree: Any) -> Any:
-        """Shardings of whatever is shaped like the parameters of ``model``.
+        """Returns shardings for a tree shaped like the parameters of ``model``.
 
         Args:
           model: whose parameters they are.
           tree: any pytree of arrays or ShapeDtypeStructs, such as variables, or a training state
-            with optimiser moments. A leaf whose path ends in a parameter's path, and that has its
+            with optimiser moments. A leaf whose path ends in a parameter's path, with the same
             shape, goes where the parameter goes; every other leaf is copied to all devices.
 
         Returns:
           The same tree of NamedShardings.
 
         Raises:
-          ValueError: if a parameter cannot be split by the rules.
+          ValueError: if the rules cannot split a parameter.
         """
         parameters = model.parameters()
 
@@ -326,7 +326,7 @@ class Sharding:
     def share(self) -> tuple[int, int]:
         """Returns which part of every batch this process provides, and the number of parts.
 
-        Processes whose devices hold the same rows, and other heads or times of them, share a part.
+        Processes that hold other heads or times of the same rows share a part.
 
         Raises:
           ValueError: if the rows of two processes overlap but are not the same.
@@ -338,10 +338,10 @@ class Sharding:
         return process_share(rows.reshape(self.shards("batch"), -1), jax.process_index())
 
     def place(self, batch: Any) -> Any:
-        """Arrays ``[B, T, ...]`` of a batch on the devices.
+        """Puts arrays ``[B, T, ...]`` of a batch on devices.
 
         Args:
-          batch: pytree of arrays, of which each process gives its :meth:`share` of the rows.
+          batch: pytree of arrays; each process gives its :meth:`share` of the rows.
 
         Raises:
           ValueError: if the mesh does not divide them.
@@ -358,7 +358,7 @@ class Sharding:
         return jax.tree.map(put, batch)
 
     def table(self, model: Model) -> str:
-        """All parameters with shape, logical axes, where they go, and bytes on each device."""
+        """Lists all parameters with shape, logical axes, placement, and bytes per device."""
         rows = [("parameter", "shape", "type", "logical axes", "split over", "bytes per device")]
         total = 0
         for path, (x, axes, _) in model.parameters().items():
@@ -383,12 +383,12 @@ class Sharding:
 
 @typed
 def constrain(sharding: Sharding | None, x: Array, *axes: str | None) -> Array:
-    """``x`` kept where the rules put these logical axes; without a sharding ``x`` itself.
+    """Constrains ``x`` to the sharding of these logical axes; without one, returns ``x``.
 
     Args:
       sharding: a mesh and rules, or None.
       x: an array inside of a jitted function.
-      *axes: of its first dimensions; further ones are not split.
+      *axes: of its first dimensions; others are not split.
     """
     if sharding is None:
         return x
@@ -398,11 +398,11 @@ def constrain(sharding: Sharding | None, x: Array, *axes: str | None) -> Array:
 
 
 def process_share(processes: np.ndarray, process: int) -> tuple[int, int]:
-    """A process's part of a batch, and the number of parts; see :meth:`Sharding.share`.
+    """Returns a process's part of a batch and their number; see :meth:`Sharding.share`.
 
     Args:
       processes: ``[parts of the batch, devices that hold each]``, the process of each device.
-      process: whose part is wanted.
+      process: the process.
     """
     rows = {p: tuple(np.flatnonzero((processes == p).any(1))) for p in np.unique(processes)}
     parts = sorted(set(rows.values()))

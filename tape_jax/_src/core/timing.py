@@ -1,7 +1,7 @@
-"""Functions timed in turns.
+"""Times functions in turns.
 
-Only ratios within one run mean anything: rivals take turns, so that whatever else the machine does
-hits all of them alike.
+Only ratios within one run mean anything: functions take turns, so that other load on the machine
+affects all of them alike.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def take_turns(
       functions: by name, each returning a pytree of arrays.
       repeats: timed runs of each.
       warm_up: runs of each before those, which include compiling.
-      least: seconds that a timed run lasts at least. A function that is faster is called several
+      least: minimum seconds of a timed run. A faster function is called several
         times and waited for once, so that an accelerator never waits for the host; the time of one
         call is recorded.
-      before: called before each run, out of its time.
+      before: called before each run, not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     calls = dict.fromkeys(functions, 1)
@@ -81,6 +81,6 @@ def take_turns(
 
 
 def describe_device() -> str:
-    """The device and the versions that a measurement depends on."""
+    """Returns the device and versions that measurements depend on."""
     device = jax.devices()[0]
     return f"{device.device_kind} ({device.platform}), jax {jax.__version__}"

@@ -1,4 +1,4 @@
-"""The attention layer: projections, what the encoding adds, and the cache."""
+"""The attention layer: projections, the encoding's terms, and the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     """Keys, values and states that the queries of one call see.
 
     Attributes:
-      k, v, e: ``[B, S, H_kv, ...]``; ``e`` None where no state is attended or rotated by.
+      k, v, e: ``[B, S, H_kv, ...]``; ``e`` is None if no state is attended or rotates.
       keys_rotated: whether ``k`` is rotated already.
       cache: what the layer returns as its cache.
     """
@@ -44,16 +44,16 @@ class Seen(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Multi-head attention over values and, where asked, over position states.
+    """Multi-head attention over values and, if asked, over position states.
 
-    Given a cache, it returns the new one or, inside a scan over layers, what the new tokens add to
-    it, ``[B, H_kv, T, ...]`` each, but all keys where the encoding rewrites them.
+    Given a cache, it returns the new one or, inside a scan over layers, the entries of the new
+    tokens, ``[B, H_kv, T, ...]`` each, but all keys if the encoding rewrites them.
 
-    Where the collection ``maps`` is mutable, the attention maps ``[..., T, H, S]`` are sown there.
+    If the collection ``maps`` is mutable, the attention maps ``[..., T, H, S]`` are sown there.
 
     Attributes:
       attend_state: whether the attended state ``a = A e`` is wanted.
-      sharding: a mesh and rules, or None. Where it splits sequences, tokens come in the order of
+      sharding: a mesh and rules, or None. If it splits sequences, tokens come in the order of
         ``zigzag.to_zigzag``.
     """
 
@@ -100,7 +100,7 @@ class Attention(nn.Module):
     def _attend(
         self, q: Array, seen: Seen, cached: bool, options: dict[str, Any]
     ) -> tuple[Array, Array | None]:
-        """Attend by the implementation of the config, and sow attention maps where wanted."""
+        """Attend by the config's implementation, and sow attention maps if wanted."""
         c = self.config
         maps = self.is_mutable_collection("maps") and not self.is_initializing()
         groups = None if self.is_initializing() else c.shifted_groups
@@ -221,9 +221,9 @@ def _with_cache(
 
     Args:
       config: the model's.
-      fresh: what the new tokens bring; keys not rotated.
+      fresh: keys, not rotated, values and states of the new tokens.
       cache: of the layer.
-      terms: of the layer: they may rewrite all keys, and hold what else is kept of new tokens.
+      terms: of the layer: they may rewrite all keys, and hold other kept arrays of new tokens.
       context: of the call.
     """
     k, v, e, *_ = fresh
@@ -237,7 +237,7 @@ def _with_cache(
         rewritten, new = (dataclasses.replace(one, k=keys) for one in (seen, new))
         seen = rewritten if terms.logits_fn is None else seen
     by_time = jax.tree.map(lambda x: x.swapaxes(1, 2), seen)
-    # The attended state is to have the type of the states, whatever that of the cache.
+    # The attended state has the type of the states, whatever that of the cache.
     state = None if e is None or by_time.e is None else by_time.e.astype(e.dtype)
     # Returned from a scan, the cache would be copied as a whole.
     kept = new if config.scan_layers else rewritten
@@ -264,7 +264,7 @@ def entered_layer(
     k: Array | None = None,
     state: State = None,
 ) -> Layer:
-    """Return the layer that ``x`` enters as encodings see it, with what ``cache`` keeps of it."""
+    """Return the layer that ``x`` enters, as encodings see it, with its part of ``cache``."""
     order = None
     if sharding is not None and splits_sequence(sharding):
         order = Order(*(functools.partial(f, sharding) for f in (from_zigzag, to_zigzag)))

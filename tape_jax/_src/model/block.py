@@ -23,7 +23,7 @@ from tape_jax._src.positions.protocol import OfLayer, State
 from tape_jax._src.positions.tape.mixing import SUM_OVER_DEVICES
 
 Array = jax.Array
-# Layers, at most, that are compiled one by one where a loop over them is slower, by platform.
+# Most layers that are compiled one by one where a loop over them is slower, by platform.
 MOST_UNROLLED = {"cpu": 8, "gpu": 16}
 
 
@@ -31,12 +31,12 @@ MOST_UNROLLED = {"cpu": 8, "gpu": 16}
 class PackedState:
     """A position state between two layers, where ``remat`` keeps it for the backward pass.
 
-    A TPU fills up the last two axes of an array to tiles of 8 x 128, which for 12 heads of 64
-    numbers takes 2.7 times the memory. So the axes behind time are one.
+    A TPU pads the last two axes of an array to tiles of 8 x 128, which for 12 heads of 64 numbers
+    takes 2.7 times the memory. So the axes behind time are merged.
 
     Attributes:
       flat: the state with arrays ``[B, T, N]``.
-      tails: of each array the axes that became one.
+      tails: the merged axes of each array.
     """
 
     flat: State
@@ -51,14 +51,14 @@ class PackedState:
 
 
 def pack_state(state: State, axes: int) -> PackedState:
-    """Packs a state, of whose arrays the first ``axes`` axes are left as they are."""
+    """Packs a state; its arrays keep their first ``axes`` axes as they are."""
     arrays, tree = jax.tree.flatten(state)
     flat = [x.reshape(*x.shape[:axes], -1) if x.ndim > axes else x for x in arrays]
     return PackedState(jax.tree.unflatten(tree, flat), tuple(x.shape[axes:] for x in arrays))
 
 
 def unpacked(states: State) -> State:
-    """A state, or those of a schedule, none of them packed."""
+    """Unpacks a state, or those of a schedule."""
 
     def is_packed(x: Any) -> bool:
         return isinstance(x, PackedState)
@@ -70,7 +70,7 @@ class Block(nn.Module):
     """One decoder block: attention, MLP, and the update of the position state between them.
 
     Attributes:
-      like: what it is of the model's layers.
+      like: its kind among the model's layers.
       record: whether the hidden and position states that enter are returned.
       sharding: a mesh and rules, or None.
     """
@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 class Pattern(nn.Module):
-    """Blocks one after the other, which a loop over layers repeats."""
+    """Consecutive blocks, which a loop over layers repeats."""
 
     blocks: tuple[Block, ...]
 
@@ -178,10 +178,10 @@ def remat_policy(name: str) -> Callable | None:
 def unrolls(config: ModelConfig) -> bool:
     """Returns whether layers are unrolled where a training step would loop over them.
 
-    On a CPU a sixth of a step goes into zeroing, writing and reading the stacks in which a loop
-    keeps activations, on an H200 a fifth of RoPE's with 12 layers. Without it a program compiles
-    for longer. On a CPU it keeps a quarter more memory, and up to three times as much, for less
-    time or none, where pairs of tokens are looked at; on an H200 it kept a third less.
+    A loop keeps activations in stacks. Zeroing, writing and reading them takes a sixth of a step on
+    a CPU, and a fifth of RoPE's with 12 layers on an H200. An unrolled program compiles for longer.
+    On a CPU it keeps a quarter more memory. For encodings of token pairs it keeps up to three times
+    as much, and saves less time or none. On an H200 it kept a third less.
     """
     few = config.num_layers <= MOST_UNROLLED.get(jax.default_backend(), 0)
     return few and config.remat == "none" and not kinds_by_pairs(config.position)
@@ -190,16 +190,16 @@ def unrolls(config: ModelConfig) -> bool:
 def in_groups(
     blocks: Sequence[Block], params: Any, carry: Any, fixed: State, context: Context
 ) -> Any:
-    """Runs a loop over layers, of which the backward pass keeps what enters every n-th.
+    """Runs a loop over layers; the backward pass keeps the inputs of every n-th.
 
     Args:
       blocks: what it repeats.
       params: of each of them, stacked.
       carry: what enters.
-      fixed: the position state where none of them updates it.
+      fixed: the position state if none of them updates it.
       context: of the call.
 
-    From there it makes what enters the layers of a group, and then each layer, again.
+    From there it recomputes the inputs of a group's layers, and then each layer.
     """
     layers = jax.tree.leaves(params)[0].shape[0]
     size = math.isqrt(layers - 1) + 1

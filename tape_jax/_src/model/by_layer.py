@@ -1,8 +1,9 @@
-"""Decoding with layers by themselves: so a CPU reads parameters and caches where they are.
+"""Decoding with separate layers, so that a CPU reads parameters and caches in place.
 
-A loop over layers has to cut each layer's part out of every stack: it copies all parameters and all
-of the cache for each new token. Here that is done once, before the loop over tokens. There an array
-is written in place only if it is written and read in the same shape: none has axes of length 1.
+A loop over layers has to cut each layer's part out of every stack: it copies all parameters and the
+whole cache for each new token. This module does that once, before the loop over tokens. That loop
+writes an array in place only if it is written and read in the same shape: none has axes of length
+1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tape_jax._src.model.cache import Cache
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.layout import replaced, restack
 
-# Of parameters, which are there twice while decoding.
+# Of parameters, which exist twice while decoding.
 MOST_BYTES = 2**30
 
 
@@ -27,10 +28,10 @@ class Loop(NamedTuple):
 
     Attributes:
       model, variables: the model, in the layout that suits the loop.
-      cache: what the loop carries of the cache.
-      enter: makes the cache that the model takes of what the loop carries.
+      cache: the part of the cache that the loop carries.
+      enter: makes the model's cache from what the loop carries.
       leave: its inverse.
-      finish: makes a cache of the form that was given of what the loop carries.
+      finish: makes a cache of the given form from what the loop carries.
     """
 
     model: Transformer
@@ -42,7 +43,7 @@ class Loop(NamedTuple):
 
 
 def loop_over_tokens(model: Transformer, variables: Any, cache: Cache) -> Loop:
-    """Returns the loop with layers one by one where faster and memory suffices, else as is."""
+    """Returns the loop with separate layers if faster and memory suffices, otherwise as is."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["params"]))
     fits = not model.config.scan_layers or size <= MOST_BYTES
     if jax.default_backend() != "cpu" or model.sharding is not None or not fits:
@@ -73,7 +74,7 @@ def loop_over_tokens(model: Transformer, variables: Any, cache: Cache) -> Loop:
 
 
 def _without_axes(cache: Cache) -> Cache:
-    """The cache with no axis of length 1 in what its layers keep."""
+    """The cache without axes of length 1 in its layers."""
 
     def squeeze(x: jax.Array) -> jax.Array:
         return x.reshape([n for n in x.shape if n > 1])

@@ -1,4 +1,4 @@
-"""The cache of decoding: what is kept of past tokens, and how new ones are written into it."""
+"""The cache of decoding: what it keeps of past tokens, and how new ones are written into it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Array = jax.Array
 class LayerCache:
     """The cache of one layer, which holds past tokens; slots not yet written are zero.
 
-    Heads come before time: so the products of a single query read it as it is.
+    Heads come before time, so that products of a single query read it as is.
 
     Attributes:
       k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form), or features of keys; in
-        at least float32 where the encoding rewrites them.
+        at least float32 if the encoding rewrites them.
       v: values ``[B, H_kv, S, D]``.
       e: position states, ``[B, H_kv, S, D]`` or ``[B, H_kv, S, M, L, R]``; None unless attended.
       kept: what else the encoding keeps of each token, by name, ``[B, heads, S, ...]``.
@@ -57,14 +57,14 @@ class Cache:
     Attributes:
       index: number of slots written, int32.
       tokens: ``[B, S]`` int32.
-      positions: ``[B, S]``, or ``[B, S, n]``, int32 or, if :func:`init_cache` was told so, of a
-        floating type.
-      segment_ids: ``[B, S]`` int32; 0 is padding, and what is not yet written.
+      positions: ``[B, S]``, or ``[B, S, n]``, int32 or the floating type given to
+        :func:`init_cache`.
+      segment_ids: ``[B, S]`` int32; 0 is padding, or not yet written.
       layers: per block (see :attr:`Transformer.blocks`) a ``LayerCache`` with
         a leading axis ``n``, the number of its layers.
       key: random key of the encoding's draw, or None for its fixed draw.
-      length: int32 ``[B]``, for how many tokens of each sequence random positions are drawn and
-        dynamic scaling is fixed, or None for the capacity.
+      length: int32 ``[B]``, number of tokens of each sequence for which random positions are drawn
+        and dynamic scaling is fixed, or None for the capacity.
       kept: what the encoding keeps of each token's embedding, by name, ``[B, heads, S, ...]``.
       encoding: the encoding whose keys these are.
     """
@@ -103,20 +103,20 @@ def init_cache(
     length: int | Array | None = None,
     position_dtype: Any = jnp.int32,
 ) -> Cache:
-    """An empty cache for decoding ``batch_size`` sequences of up to ``capacity`` tokens.
+    """Returns an empty cache for decoding ``batch_size`` sequences of up to ``capacity`` tokens.
 
     Args:
       model: the model that will use it.
       batch_size: number of sequences ``B``.
       capacity: number of slots ``S``.
       dtype: type of keys and values; None: the model's compute type. Keys that every new token
-        rewrites are kept in at least float32: they would be rounded as often.
+        rewrites are kept in at least float32, because every rewriting rounds them.
       state_dtype: type of position states; None: that of the model's states or, if it is narrower,
-        the compute type, to which products round the states that are attended anyway.
+        the compute type, to which products round attended states anyway.
       key: random key for encodings that draw; None: their fixed draw.
-      length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
-        integer or one for each sequence ``[B]``; None: the capacity. Results agree with a full pass
-        that is given the same ``length``.
+      length: number of tokens for which random positions are drawn and dynamic scaling is fixed,
+        an integer or one for each sequence ``[B]``; None: the capacity. Results agree with a full
+        pass with the same ``length``.
       position_dtype: type of the positions, float32 or float64 for fractional ones.
 
     Raises:
@@ -270,7 +270,7 @@ def empty_layer(
 
 @typed
 def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
-    """The cache with more slots; outside of ``jax.jit``.
+    """Returns the cache with more slots; not under ``jax.jit``.
 
     Args:
       model: the model that uses it.
@@ -278,9 +278,9 @@ def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
       capacity: slots of the new one, at least as many as the old one has.
 
     Raises:
-      ValueError: if there would be fewer slots, more than the model or its encoding takes, or if
-        the encoding draws positions or scales frequencies for the capacity, no ``length`` having
-        been given: what the cache holds would then be for another one.
+      ValueError: if there would be fewer slots, or more than the model or its encoding takes; if
+        the encoding draws positions or scales frequencies for the capacity and no ``length`` was
+        given: the cache then holds values for another capacity.
     """
     old = cache.capacity
     capacity = positive("capacity", capacity)
@@ -313,9 +313,9 @@ def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
 
 
 def depends_on_capacity(model: Model, old: int, new: int, *, key: Array | None = None) -> bool:
-    """Return whether tokens have other position states in a cache of ``new`` slots than of ``old``.
+    """Return whether position states differ between caches of ``old`` and ``new`` slots.
 
-    So it is where positions are drawn, or frequencies scaled, for a length.
+    They do if positions are drawn, or frequencies scaled, for a length.
     """
 
     if key is not None and model.config.random_positions is not None:
@@ -345,10 +345,10 @@ def check_length(model: Model, length: int, *, what: str = "a sequence") -> None
 def append(
     cache: Cache, tokens: Array, positions: Array | None, segment_ids: Array | None
 ) -> Cache:
-    """The cache with the new tokens, their positions and segments written behind the old ones.
+    """Appends new tokens, with their positions and segments, to the cache.
 
-    Without segment ids they belong to the segment of their row's last real token, without positions
-    they follow the last of their segment.
+    Without segment ids, they join the segment of their row's last real token. Without positions,
+    they follow the last token of their segment.
     """
     if tokens.ndim != 2 or tokens.shape[0] != cache.tokens.shape[0]:
         raise ValueError(
@@ -394,7 +394,7 @@ def append(
 
 
 def last_segment(cache: Cache) -> Array:
-    """The segment of each row's last real token, int32 ``[B]``; 1 where there is none."""
+    """Returns the segment of each row's last real token, int32 ``[B]``; 1 where there is none."""
     last, found = _last(cache.segment_ids, cache.segment_ids != PADDING)
     return jnp.where(found, last, 1)
 
@@ -450,13 +450,13 @@ def with_entries(cache: LayerCache, new: LayerCache, index: Array | int) -> Laye
 def write_cache(
     cache: LayerCache, new: LayerCache, index: Array | int, *, axis: int = 2
 ) -> LayerCache:
-    """The cache with the slots from ``index`` on, along ``axis``, overwritten by ``new``.
+    """Overwrites the slots of a cache from ``index`` on, along ``axis``, by ``new``.
 
-    Of ``new`` keys may be all there are, rewritten ones.
+    ``new`` may hold all keys, rewritten.
     """
 
     def put(old: Array, new: Array) -> Array:
-        # What is as long as the cache begins where it begins: indices are clamped.
+        # An array as long as the cache starts at slot 0: indices are clamped.
         return jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=axis)
 
     return jax.tree.map(put, cache, new)

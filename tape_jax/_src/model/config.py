@@ -1,4 +1,4 @@
-"""Frozen, validated, hashable descriptions of what is computed."""
+"""Frozen, validated, hashable configurations of models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
 }
-# What norms before and behind attention and MLP are called, after ``attention_`` and ``mlp_``.
+# Names of the norms before and behind attention and MLP, after ``attention_`` and ``mlp_``.
 NORMS = {"before": ("norm", None), "after": (None, "norm"), "both": ("norm", "out_norm")}
 
 
@@ -85,12 +85,12 @@ class Experts:
     :func:`jax.lax.map`.
 
     Attributes:
-      count: experts of a layer, each as wide as the MLP would be.
-      per_token: how many a token takes.
+      count: number of experts per layer, each as wide as the MLP would be.
+      per_token: number of experts per token.
       balance: weight of each layer's balance loss in training (Fedus et al. 2021, equation 4).
       z: weight of each layer's router z-loss in training (Zoph et al. 2022, equation 5).
-      normalize: whether the weights of a token's experts sum to one, as in Mixtral; if not they are
-        the router's probabilities.
+      normalize: whether the weights of a token's experts sum to one, as in Mixtral; otherwise they
+        are the router's probabilities.
     """
 
     count: int
@@ -124,11 +124,11 @@ def kinds_by_pairs(encoding: Encoding) -> list[str]:
 
 
 class LayerStack(NamedTuple):
-    """Like layers, of which the parameters are stacked, or one layer.
+    """Like layers with stacked parameters, or one layer.
 
     Attributes:
       layers: their numbers.
-      like: what each has of the model's encoding.
+      like: each layer's part of the model's encoding.
     """
 
     layers: range
@@ -144,7 +144,7 @@ def loops(kinds: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Splits ``kinds`` into runs of equal neighbours, or of a pattern that repeats: one scan each.
 
     Returns:
-      Of each run its first index, the length of the pattern, and how often that is there.
+      The first index of each run, the length of its pattern, and how often that repeats.
     """
     found, first = [], 0
     while first < len(kinds):
@@ -220,7 +220,7 @@ def _positive_number(what: str, value: Any, optional: bool = False) -> Any:
 
 
 _or_none = functools.partial(positive, optional=True)
-# How each field of ModelConfig is checked, and brought into one form.
+# Checks of the fields of ModelConfig, which also normalise them.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "position": lambda _, value: create(value),
     **dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_heads"), positive),
@@ -257,8 +257,8 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 class ModelConfig:
     """A Llama-style decoder.
 
-    Fields are kept in one form, so that equal descriptions are equal: integers of numpy as ``int``,
-    types by their names, encodings as values, sequences as tuples.
+    Fields are kept in one form, so that equivalent configurations compare equal: numpy integers as
+    ``int``, types by their names, encodings as values, sequences as tuples.
 
     Attributes:
       vocab_size: number of token ids.
@@ -269,9 +269,9 @@ class ModelConfig:
       head_dim: numbers per head, even; None: ``hidden_size // num_heads``.
       intermediate_size: width of the gated MLP; None: ``4 * hidden_size``.
       position: the position encoding: a name in ``tape_jax.positions.registry``, an encoding such
-        as ``tape_jax.positions.Tape(norm="rms")``, or a mapping with the name, ``kind``, and
+        as ``tape_jax.positions.Tape(norm="rms")``, or a mapping with ``kind``, the name, and
         options.
-      random_positions: positions drawn in training in place of the given ones, or None.
+      random_positions: random positions that replace the given ones in training, or None.
       norm_eps: epsilon of every norm.
       tie_embeddings: the output projection is the transposed embedding.
       max_length: longest sequence that the model accepts, in tokens; None: no limit of its own.
@@ -279,41 +279,41 @@ class ModelConfig:
         ``state_dtype`` (None: at least float32). float64 needs ``jax_enable_x64`` where the model
         is used.
       attention_implementation: as ``implementation`` of :func:`tape_jax.attention`: a name, names
-        in order of preference, or None for the fastest that can.
+        in order of preference, or None for the fastest that supports the call.
       update_implementation: as ``implementation`` of :func:`tape_jax.update_state`, for position
         encodings that have several.
-      local_window_size: as in ``jax.nn``: how many tokens before and behind its own a token sees,
-        an integer or a pair ``(left, right)``; None: all. Counted are tokens of its own segment,
-        neither padding nor others; inside ``shifted_groups``, and on a mesh that splits sequences,
-        all places.
-      remat: what the backward pass recomputes: ``none``; ``dots``: all but matrix products;
-        ``full``: all but what enters each layer; ``groups``: all but what enters every few layers,
-        which runs layers forward a third time, and needs ``scan_layers`` and no ``experts``.
+      local_window_size: as in ``jax.nn``: how many tokens a token sees before and behind its own,
+        an integer or a pair ``(left, right)``; None: all. Only tokens of its own segment count, not
+        padding; inside ``shifted_groups``, and on a mesh that splits sequences, all places do.
+      remat: what the backward pass recomputes: ``none``; ``dots``: all except matrix products;
+        ``full``: all except each layer's inputs; ``groups``: all except the inputs of every few
+        layers, which runs layers forward a third time, and needs ``scan_layers`` and no
+        ``experts``.
       scan_layers: compile each run of like layers once, as a scan.
       init_scale: standard deviation of the initial projections (residual output projections are
         divided by ``sqrt(2 * num_layers)``); None: ``fan_in ** -0.5``.
       lora: low-rank terms of projections, or None.
       experts: a mixture of experts in place of the MLP, or None.
-      biases: projections that have a bias, of those that ``Lora.targets`` may name.
+      biases: projections with a bias, from the names that ``Lora.targets`` takes.
       qk_norm: ``head``: queries and keys are normalised head by head, before they are rotated, as
         in Qwen3; ``full``: over all heads at once, as in Olmo 2; None: not at all.
-      norms: ``before``: what enters attention and MLP is normalised; ``after``: what leaves them
-        is, as in Olmo 2; ``both``, as in Gemma 2.
+      norms: ``before``: the inputs of attention and MLP are normalised; ``after``: their outputs,
+        as in Olmo 2; ``both``, as in Gemma 2.
       norm: ``rms``, or ``layer`` for a LayerNorm without bias, as in Cohere 2.
       zero_centered_norms: norms multiply by ``1 + scale``, as in Gemma.
       activation: of the MLP's gate, ``silu``, ``gelu`` (by tanh, as in ``jax.nn``), ``gelu_exact``
         or ``relu``.
       parallel_block: attention and MLP read the same normalised input and are added at once, as in
-        Cohere 2; there is no norm of the MLP then.
+        Cohere 2; the MLP then has no norm.
       embedding_scale, residual_scale: factors on embeddings, and on what attention and MLP add to
         the residual stream, as in Granite.
-      query_scale: factor on the logits of attention, for encodings that have none of their own;
+      query_scale: factor on the logits of attention, for encodings without one of their own;
         None: ``head_dim ** -0.5``.
-      logits_scaling: what logits are divided by.
+      logits_scaling: divisor of the model's logits.
       logit_softcap: bound of the logits of attention, as in :func:`tape_jax.attention`.
       final_logit_softcap: bound ``c`` of the model's logits, which become ``c tanh(logits / c)``,
         as in Gemma 2; None: none.
-      shifted_groups: for training on long sequences, attention inside this many groups of the
+      shifted_groups: for training on long sequences, limits attention to this many groups of the
         sequence, shifted by half a group in half of the heads (LongLoRA); None: full attention.
     """
 
@@ -392,7 +392,7 @@ class ModelConfig:
         )
 
     def _check_scale(self) -> None:
-        """Raises ValueError for a scale or a bound of logits that the encoding makes by itself."""
+        """Raises ValueError for a scale or bound of logits that the encoding makes itself."""
         own = [x.kind for x in self.position.members if "scale" in x.acts_on]
         require(
             self.query_scale is None or not own,
@@ -425,7 +425,7 @@ class ModelConfig:
                 choose(field.replace("_", " "), name, implementations)
 
     def _check_windows(self) -> None:
-        """Raises ValueError for a window of the model's beside one of its encoding."""
+        """Raises ValueError if both the model and its encoding have a window."""
         require(
             self.local_window_size is None or "window" not in self.position.acts_on,
             f"model: local_window_size = {self.local_window_size} beside a window of the encoding "
@@ -433,7 +433,7 @@ class ModelConfig:
         )
 
     def _check_random_positions(self) -> None:
-        """Raises ValueError for drawn positions that the encoding does not take."""
+        """Raises ValueError for random positions that the encoding does not take."""
         draw, encoding = self.random_positions, self.position
         if draw is None:
             return
@@ -460,7 +460,7 @@ class ModelConfig:
         )
 
     def _check_mlp(self) -> None:
-        """Raises ValueError for an MLP, or experts, beside what does not go together with it."""
+        """Raises ValueError if options of the MLP or the experts do not go together."""
         require(
             not self.parallel_block or self.norms == "before",
             f"model: parallel_block = True needs norms = 'before'; got norms = {self.norms!r}",
@@ -483,7 +483,7 @@ class ModelConfig:
 
     @property
     def loops(self) -> list[tuple[LayerStack, ...]]:
-        """Layers as they are compiled: like ones, or a pattern that repeats, are one loop."""
+        """Layers as they are compiled: one loop for like layers or a repeating pattern."""
         kinds = self.position.of_layers(self.num_layers)
         found = [(i, 1, 1) for i in range(self.num_layers)]
         return [
@@ -496,7 +496,7 @@ class ModelConfig:
 
     @property
     def blocks(self) -> list[LayerStack]:
-        """The stacks of like layers; each layer is one by itself if layers are not scanned."""
+        """The stacks of like layers; one for each layer if layers are not scanned."""
         return [blocks for loop in self.loops for blocks in loop]
 
     @property
@@ -511,7 +511,7 @@ class ModelConfig:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the model that the position encoding is told."""
+        """The sizes of the model that the position encoding receives."""
         return Sizes(
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
@@ -532,7 +532,7 @@ class ModelConfig:
 
     @property
     def attention_heads(self) -> int:
-        """Number of heads that attend: query heads, or more where the encoding makes them."""
+        """Number of heads that attend: query heads, or more if the encoding makes them."""
         return self.num_heads * self.position.heads_per_query
 
     @property

@@ -68,7 +68,7 @@ def _applied(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Apply a model; ``tokens`` are those among the arguments, if there are any."""
+    """Apply a model; ``tokens`` are those in the arguments, if given."""
     return apply(variables, *args, **kwargs)
 
 
@@ -81,10 +81,10 @@ def _initialized(
 
 @functools.lru_cache(maxsize=64)
 def _parameters(config: ModelConfig, wide_types: bool) -> dict[str, ParameterSpec]:
-    """Return :meth:`Transformer.parameters`, from a trace of the whole model that is made once.
+    """Return :meth:`Transformer.parameters` from one cached trace of the whole model.
 
-    The implementations are named, because choosing them takes the device, and a TPU serves one
-    process only.
+    The implementations are named, because choosing one needs the device, and a TPU serves only one
+    process.
     """
     updates = "reference" if "reference" in config.position.update_implementations else None
     config = dataclasses.replace(
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
     Attributes:
       config: the description of the model.
       sharding: a mesh, and rules that say how parameters and activations are split over it; None:
-        nothing is said about where arrays live. Parameters do not depend on it.
+        the model does not place arrays. Parameters do not depend on it.
     """
 
     config: ModelConfig
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[LayerStack]:
-        """The stacks of like layers; each layer is one by itself if layers are not scanned."""
+        """The stacks of like layers; one for each layer if layers are not scanned."""
         return self.config.blocks
 
     @property
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Applies the model as ``flax.linen.Module.apply`` does, on meshes with explicit axes too.
 
-        What is returned is split there as the tokens are, logits also as the output projection is.
+        There, results are split like the tokens; logits are also split like the output projection.
         """
         tokens = args[0] if args else kwargs.get("tokens")
         return _applied(super().apply, variables, tokens, args, kwargs)
@@ -156,13 +156,13 @@ class Transformer(nn.Module):
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Makes variables as ``flax.linen.Module.init`` does, on meshes with explicit axes too.
 
-        Parameters lie there where :attr:`sharding` says, if it does, else whole on every device.
+        There, :attr:`sharding` places parameters; without it, they are whole on every device.
         """
         return _initialized(super().init, self, rngs, *args, **kwargs)
 
     @nn.nowrap
     def parameters(self) -> dict[str, ParameterSpec]:
-        """Shape, type, logical axes and role of every parameter by its path; nothing is computed.
+        """Returns each parameter's shape, type, logical axes and role by path; computes nothing.
 
         A path is ``layers_0/attention/q/kernel``; stacked layers have a first axis ``layers``.
         """
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
     def attention_plan(
         self, batch_size: int, length: int, *, is_causal: bool = True, **inputs: Any
     ) -> dict[str, AttentionPlan]:
-        """Says which implementation of attention would run in each run of layers, and why.
+        """Returns which attention implementation each run of layers would use, and why.
 
         Runs of layers may differ: only layers that update the state attend it. Nothing is computed.
 
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
           **inputs: other arrays that the model is called with, or ``jax.ShapeDtypeStruct``.
 
         Returns:
-          By the name of the run's parameters, such as ``layers_0``.
+          A plan by the name of each run's parameters, such as ``layers_0``.
 
         Raises:
           ValueError: if the model cannot be called like this.
@@ -224,39 +224,39 @@ class Transformer(nn.Module):
         length: int | Array | None = None,
         output: str = "logits",
     ) -> Any:
-        """Logits of the next token.
+        """Returns the logits of the next token.
 
-        Tokens see those of their own segment only, and segment 0 is padding, here, in caches and in
-        the losses of routers: the token id and the position that stand there are not read, no real
-        token sees it, and its logits, though finite, mean nothing. (In :func:`tape_jax.attention`
-        ids are only compared: there 0 is an id like others.)
+        Tokens see only tokens of their own segment. Segment 0 is padding, here, in caches and in
+        router losses: its token ids and positions are not read, real tokens do not see it, and its
+        logits are finite but meaningless. (:func:`tape_jax.attention` only compares ids: there 0 is
+        an id like others.)
 
-        Token ids and positions index tables. Out of range they are refused or, where they are not
-        known yet, traced ones, make logits NaN. Where a model has a window and a mesh splits
-        sequences, a row with a segment in pieces, padding between them included, is NaN.
+        Token ids and positions index tables. Values out of range raise an error or, if they are
+        traced, make logits NaN. If a model has a window and a mesh splits sequences, a row with a
+        segment in pieces, even with only padding between them, is NaN.
 
         Args:
           tokens: integers ``[..., T]``; with a cache ``[B, T]``, the tokens that follow it.
           positions: ``[..., T]``, or ``[..., T, n]`` coordinates; None: 0, 1, ... in each segment,
-            going on behind those of its tokens that a cache holds.
+            continuing after its tokens in a cache.
           segment_ids: integers ``[..., T]``; None: one segment or, with a cache, that of each row's
             last real token.
           mask: booleans that broadcast to ``[..., H, T, T]``, with a cache to ``[B, H, T, S]``
             with its capacity ``S``; True where visible.
           is_causal: whether tokens see earlier ones only.
-          initial_state: state entering the first layer, in place of the encoding's own; refused by
-            encodings that read none.
+          initial_state: state entering the first layer, in place of the encoding's own; an error
+            for encodings that read none.
           return_states: also return the :class:`States`.
           cache: continue from it. ``positions`` and ``segment_ids`` then describe the new tokens.
-            Tokens for which no slots are left are refused or, under ``jax.jit``, make these and all
-            later logits NaN. The random key of a draw is the cache's too.
-          length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
-            integer or one for each row ``[...]``; None: as many as the row has in all its
-            segments, padding not counted. A segment is then as it is alone only with the ``length``
-            that it has alone. With a cache it is the cache's (:func:`tape_jax.init_cache`).
-          output: ``logits``, or ``hidden`` to leave the output projection out: what enters it is
-            returned instead, ``[..., T, hidden]`` in the compute type, of which :meth:`project`
-            makes logits for a few tokens at a time.
+            Tokens without free slots raise an error or, under ``jax.jit``, make their logits and
+            all later ones NaN. The random key of a draw also comes from the cache.
+          length: number of tokens for which random positions are drawn and dynamic scaling is
+            fixed, an integer or one for each row ``[...]``; None: the row's tokens in all segments,
+            without padding. A segment's results match those it has alone only with the ``length``
+            that it has alone. With a cache, the cache's applies (:func:`tape_jax.init_cache`).
+          output: ``logits``, or ``hidden`` to skip the output projection and return its input,
+            ``[..., T, hidden]`` in the compute type. :meth:`project` makes logits of it, for a few
+            tokens at a time.
 
         Returns:
           Logits ``[..., T, vocab]`` in at least float32. With ``return_states`` also the states,
@@ -293,7 +293,7 @@ class Transformer(nn.Module):
         h, caches, hidden, states = self._blocks(h, state, call, return_states, sharding)
         final = Norm(c, name="final_norm")(h)
         if call.cache is not None:
-            # Traced, nothing else says that no slot was left.
+            # Under a trace, nothing else shows that no slot was left.
             final = jnp.where(call.cache.index > call.cache.capacity, jnp.nan, final)
         final = in_order(final)
         out: list[Any] = [final]
@@ -319,11 +319,11 @@ class Transformer(nn.Module):
         Args:
           call: in the given order.
           sharding: a mesh and rules, or None.
-          fixed: whether that order shows in what is given or returned.
+          fixed: whether inputs or results depend on that order.
 
         Returns:
-          The call; what puts hidden states back into the given order; and the rows that a mesh
-          cannot compute, boolean, or None.
+          The call; a function that puts hidden states back into the given order; and a boolean
+          array of the rows that a mesh cannot compute, or None.
         """
         c, axes, ids = self.config, self.encoding.coordinate_axes, call.segment_ids
         if sharding is not None and splits_sequence(sharding):
@@ -333,7 +333,7 @@ class Transformer(nn.Module):
         shown = any(map(self.is_mutable_collection, ("maps", "intermediates")))
         fixed |= shown and not self.is_initializing()
         fixed |= call.cache is not None or c.shifted_groups is not None
-        # Ids that rows share leave what is made of them, such as biases, shared.
+        # Ids that rows share keep what is made of them, such as biases, shared.
         if fixed or ids is None or ids.shape != call.tokens.shape or not c.has_window:
             return call, lambda x: x, None
         # Kernels measure windows by indices alone.
@@ -411,7 +411,7 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def project(self, variables: Any, hidden: Array) -> Array:
-        """The output projection alone: logits ``[..., vocab]`` of ``hidden [..., hidden]``.
+        """Applies only the output projection: ``hidden [..., hidden]`` to logits ``[..., vocab]``.
 
         Args:
           variables: of the model.
@@ -433,9 +433,9 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def output_kernel(self, variables: Any) -> Array:
-        """The output projection's kernel ``[hidden, vocab]``, for :mod:`tape_jax.losses`.
+        """Returns the output projection's kernel ``[hidden, vocab]``, for :mod:`tape_jax.losses`.
 
-        ``logits_scaling`` is in it, ``final_logit_softcap`` is not.
+        It includes ``logits_scaling``, but not ``final_logit_softcap``.
         """
         params, scale = variables["params"], self.config.logits_scaling
         tied = self.config.tie_embeddings
@@ -444,7 +444,7 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def _in_order(self, record: States, ring: Sharding, start_axis: int) -> States:
-        """Return what was recorded on a mesh that splits sequences, with its tokens in order.
+        """Return states recorded on a mesh that splits sequences, with their tokens in order.
 
         ``start_axis`` is the axis of time in states that no layer has updated.
         """
@@ -474,7 +474,7 @@ class Transformer(nn.Module):
     def _blocks(
         self, h: Array, state: State, call: Call, record: bool, sharding: Sharding | None
     ) -> tuple[Array, tuple[Any, ...], list[Array], list[State]]:
-        """Run all layers; return what leaves them, their caches, and what entered each."""
+        """Run all layers; return their output, their caches, and each layer's inputs."""
         c, cache = self.config, call.cache
         caches: list[LayerCache | None] = []
         entered: dict[int, Any] = {}
@@ -507,19 +507,19 @@ class Transformer(nn.Module):
         context: Context,
         caches: Sequence[LayerCache] | None,
     ) -> tuple[Any, Sequence[tuple[LayerCache | None, Any]]]:
-        """Run like layers: as a scan, in groups that are computed again, or one by one.
+        """Run like layers: as a scan, in groups that are recomputed, or one by one.
 
         Args:
           loop: what is repeated: one block, or a pattern of several.
           options: of each :class:`Block`.
           carry: hidden and position states that enter.
-          fixed: the position state, where these layers do not update it.
+          fixed: the position state, if these layers do not update it.
           context: of the call.
           caches: of the blocks, with a leading axis of layers.
 
         Returns:
-          What leaves the last layer, and of each block the new cache, and what entered each of its
-          layers if recorded.
+          The last layer's output and, for each block, the new cache and the inputs of its layers if
+          recorded.
         """
         c, kind, length, name = self.config, Block, len(loop[0].layers), f"loop_{loop[0].layers[0]}"
         if c.remat != "none":
@@ -556,10 +556,10 @@ class Transformer(nn.Module):
 
 
 def _gradients_at_once(pattern: Any, params: Any, carry: Any) -> tuple[Any, Any]:
-    """Return a block and what enters it, such that all its gradients are made before they leave it.
+    """Return a block and its inputs, such that all its gradients are made before they leave it.
 
-    A loop sees to that for its layers. The gradients of parameters of a single layer may be left
-    for later, and its activations would have to be kept until then.
+    A loop does this for its layers. For a single layer, gradients of parameters may be left for
+    later, and its activations would have to be kept until then.
     """
     params, carry = jax.lax.optimization_barrier((params, carry))
 

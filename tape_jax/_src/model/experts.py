@@ -1,8 +1,8 @@
-"""A mixture of experts: each token takes a few of many gated MLPs, as its router says.
+"""A mixture of experts: a router sends each token to a few of many gated MLPs.
 
-The router and the weights are those of Mixtral (Jiang et al. 2024, section 2.1). No expert has a
+The router and the weights are those of Mixtral (Jiang et al. 2024, section 2.1). Experts have no
 capacity and no token is dropped: tokens are sorted by expert and multiplied in groups of unequal
-size (Gale et al. 2022), so what becomes of a token depends on no other.
+size (Gale et al. 2022), so a token's result does not depend on other tokens.
 
 On a mesh every device sorts its own tokens, and each expert is split along its width ("mlp"), so
 that devices have equal work wherever tokens go.
@@ -37,10 +37,10 @@ KERNEL_AXES: dict[str, Axes] = {
 }
 TOKEN_AXES = ("batch", "sequence")
 
-# What :func:`router_losses` gives; their weights have the same names in ``Experts``.
+# Results of :func:`router_losses`; their weights have the same names in ``Experts``.
 ROUTER_LOSSES = ("balance", "z")
 
-# Under which a policy of ``jax.checkpoint`` finds the products.
+# Names by which a ``jax.checkpoint`` policy finds the products.
 PRODUCT = "expert_product"
 
 
@@ -49,7 +49,7 @@ class Routing(NamedTuple):
 
     Attributes:
       chosen: numbers of experts, int32 ``[..., k]``.
-      weights: of what they say, ``[..., k]``, in the type of the logits.
+      weights: of their outputs, ``[..., k]``, in the type of the logits.
     """
 
     chosen: Array
@@ -57,7 +57,7 @@ class Routing(NamedTuple):
 
 
 def route(logits: Array, experts: Experts) -> Routing:
-    """The experts of largest probability, of logits ``[..., E]`` in at least float32."""
+    """Selects the most probable experts, from logits ``[..., E]`` in at least float32."""
     weights, chosen = lax.top_k(jax.nn.softmax(logits), experts.per_token)
     if experts.normalize:
         weights = weights / weights.sum(-1, keepdims=True)
@@ -68,7 +68,7 @@ def router_logits(x: Array, kernel: Array, sharding: Sharding | None = None) -> 
     """Logits ``[..., E]`` of tokens ``x [..., D]``, in at least float32 and full precision."""
     wide = at_least_float32(x.dtype)
 
-    # Else the wide tokens would be kept for the backward pass.
+    # Otherwise the wide tokens would be kept for the backward pass.
     @jax.checkpoint
     def product(x: Array, kernel: Array) -> Array:
         kernel = constrain(sharding, kernel.astype(wide), None, "experts")
@@ -79,7 +79,7 @@ def router_logits(x: Array, kernel: Array, sharding: Sharding | None = None) -> 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def gated(gate: Array, up: Array, activation: str) -> Array:
-    """``activation(gate) * up``, of which only the two are kept for the backward pass."""
+    """``activation(gate) * up``; only ``gate`` and ``up`` are kept for the backward pass."""
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -101,7 +101,7 @@ def mixture(
       x: tokens ``[..., D]``; with a sharding ``[B, T, D]``.
       logits: of the router, ``[..., E]``.
       kernels: ``gate`` and ``up`` ``[E, D, F]``, ``down`` ``[E, F, D]``, in the type of ``x``.
-      experts: how many a token takes.
+      experts: how many each token takes.
       sharding: a mesh and rules, or None.
       activation: a name in ``config.ACTIVATIONS``.
 
@@ -124,7 +124,7 @@ def mixture(
         )
     rows = len(x)
     if not sharding.strict:
-        # Each device computes its own rows, so that there must be some for each.
+        # Each device computes its own rows, so there must be some for each.
         missing = -rows % sharding.shards("batch")
         x, logits = (jnp.pad(array, ((0, missing), (0, 0), (0, 0))) for array in (x, logits))
         sharding = dataclasses.replace(sharding, strict=True)
@@ -160,7 +160,7 @@ def _on_device(
     def product(rows: Array, name: str) -> Array:
         return _product(rows, kernels[name], sizes, KERNEL_AXES[name], sharding)
 
-    # Said here, the sum of gradients over the parts of an expert is of tokens, not of rows.
+    # Marked here, ``x`` sums gradients over the parts of an expert by token, not by row.
     rows = _varying(x, split).reshape(-1, x.shape[-1])
     rows = reordered(jnp.repeat(rows, experts.per_token, axis=0), order)
     rows = product(gated(product(rows, "gate"), product(rows, "up"), activation), "down")
@@ -174,8 +174,8 @@ def _product(
 ) -> Array:
     """Rows, sorted by expert, times their expert's kernel.
 
-    As in ``layers.gathered_product``, what ``fsdp`` splits is gathered here, and again
-    in the backward pass.
+    As in ``layers.gathered_product``, kernels that ``fsdp`` splits are gathered here, and again in
+    the backward pass.
     """
     gathers = {} if sharding is None else _gathers(sharding, axes)
 
@@ -192,7 +192,7 @@ def _product(
 
 
 def _varying(x: Array, names: tuple[str, ...]) -> Array:
-    """``x``, equal along these axes of the mesh, as something that may differ along them."""
+    """Returns ``x``, equal along these mesh axes, as an array that may vary along them."""
     return lax.pcast(x, names, to="varying") if names else x
 
 
@@ -234,8 +234,8 @@ def router_losses(
       logits: of the router, ``[..., E]``.
       chosen: the experts taken, ``[..., k]``.
       segment_ids: integers ``[..., T]``, leading axes may be missing: tokens of segment 0 are
-        padding and count nothing; where all are, the losses are 0. None: all tokens count; a model
-        that is not told of padding cannot leave it out.
+        padding and do not count; if all are, the losses are 0. None: all tokens count, even
+        padding.
     """
     counts = jnp.ones(logits.shape[:-1], logits.dtype)
     if segment_ids is not None:

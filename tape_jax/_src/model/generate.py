@@ -2,8 +2,7 @@
 
 While decoding, the cache holds every token but the last, which is the input of the next step. The
 parts (:func:`prefill`, :func:`extend`, :func:`sample_logits`, :func:`decode`) are pure functions
-that can be put together differently, inside or outside ``jax.jit``; :func:`generate` is the usual
-way.
+that you can combine differently, inside or outside ``jax.jit``; :func:`generate` is the usual way.
 
 Prompts of unequal length share a batch by padding on the left. Padding has segment id 0, which real
 tokens do not see, and the positions of every row start at 0 at its first real token, so a row does
@@ -67,21 +66,21 @@ def generate(
     Args:
       model: the model.
       variables: its variables, ``{"params": ...}``.
-      prompts: token ids: integers ``[B, P]``, or ``B`` non-empty sequences of integers, of unequal
-        lengths if need be; ``P`` is then the longest.
+      prompts: token ids: integers ``[B, P]``, or ``B`` non-empty sequences of integers, which may
+        differ in length; ``P`` is then the longest length.
       max_new_tokens: ``N``, number of tokens to generate.
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draw from the ``top_k`` most likely tokens only.
       top_p: draw from the fewest most likely tokens that together have at least this probability
         (after ``temperature`` and ``top_k``).
-      stop: token ids that end a row: what follows the first of them is padding. Decoding ends early
-        once all rows have ended.
+      stop: token ids that end a row: padding follows the first of them. Decoding ends early once
+        all rows have ended.
       key: random key, needed if ``temperature`` is positive.
       pad_id: token id of padding, on the left of short prompts and behind a stop.
       capacity: slots of the cache; None: ``P + N``. Encodings that draw random positions or scale
-        dynamically do so for this length, if it is given, or else for as many tokens as each row
-        has without padding. Either way a row does not depend on the others.
-      prefill_chunk: tokens of the prompts that are run at a time, as ``chunk`` of
+        dynamically do so for this length, if it is given, or else for each row's number of tokens
+        without padding. Either way a row does not depend on the others.
+      prefill_chunk: number of prompt tokens to run at a time, as ``chunk`` of
         :func:`tape_jax.prefill`; None: all at once.
 
     Returns:
@@ -145,7 +144,7 @@ def pad_prompts(
     *,
     vocab_size: int | None = None,
 ) -> tuple[Array, Array]:
-    """Prompts as one array, padded on the left.
+    """Pads prompts on the left into one array.
 
     Args:
       prompts: integers ``[B, P]``, or ``B`` non-empty sequences of integers.
@@ -198,22 +197,22 @@ def prefill(
     segment_ids: Array | None = None,
     chunk: int | None = None,
 ) -> tuple[Array, Cache]:
-    """Runs prompts through the model; where their lengths differ, they are padded on the left.
+    """Runs prompts through the model, padded on the left if their lengths differ.
 
     Args:
       model: the model.
       variables: its variables.
       tokens: ``[B, P]``, padded on the left.
-      lengths: number of real tokens in each row, ``[B]``, 0 included; None: ``P`` in all.
+      lengths: number of real tokens in each row, ``[B]``, may be 0; None: ``P`` in each row.
       capacity: slots of the new cache, at least ``P``.
-      length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
-        integer or one for each prompt ``[B]``; None: the capacity.
-      positions: ``[B, P]`` or ``[P]``, with several axes ``[..., P, n]``, integers or, as the cache
-        then has them, floats; not read at padding. None: 0, 1, ... in each segment.
+      length: number of tokens for which random positions are drawn and dynamic scaling is fixed,
+        an integer or one for each prompt ``[B]``; None: the capacity.
+      positions: ``[B, P]`` or ``[P]``, with several axes ``[..., P, n]``, integers or floats, which
+        the cache then has too; not read at padding. None: 0, 1, ... in each segment.
       segment_ids: in place of ``lengths``, ``[B, P]`` or ``[P]``, 0 at padding.
-      chunk: run so many tokens at a time, each chunk attending what the cache holds: the memory
-        beside cache and logits then does not grow with ``P``, but for what the attention of
-        ``chunk`` queries over ``capacity`` keys takes. None: all tokens at once.
+      chunk: run this many tokens at a time, each chunk attending to the cache. The memory beside
+        cache and logits then does not grow with ``P``, except for attention of ``chunk`` queries
+        over ``capacity`` keys. None: all tokens at once.
 
     Returns:
       Logits ``[B, P, vocab]`` (meaningless at padding) and a cache that holds the prompts.
@@ -253,7 +252,7 @@ def prefill(
 def _in_chunks(
     model: Transformer, variables: Any, cache: Cache, tokens: Array, given: Any, chunk: int
 ) -> tuple[Array, Cache]:
-    """:func:`prefill` of an empty cache, ``chunk`` tokens at a time; the first may be fewer."""
+    """Runs :func:`prefill` ``chunk`` tokens at a time; the first chunk may be shorter."""
     check_inputs(model, tokens, given["positions"], given["segment_ids"], cache)
     if given["positions"] is None:  # The cache would find them by comparing all pairs of tokens.
         axes = model.config.position.coordinate_axes
@@ -313,14 +312,14 @@ def extend(
       variables: its variables.
       cache: holds the tokens before.
       tokens: ``[B, T]``.
-      positions: ``[B, T]`` or ``[T]``, with several axes ``[..., T, n]``; None: each row goes on
-        from the last one of its segment, in steps of 1, and begins at 0.
-      segment_ids: ``[B, T]`` or ``[T]``, 0 at padding; None: each row goes on with the id of its
-        last real token, and begins with 1.
+      positions: ``[B, T]`` or ``[T]``, with several axes ``[..., T, n]``; None: each row continues
+        from the last one of its segment, in steps of 1, or starts at 0.
+      segment_ids: ``[B, T]`` or ``[T]``, 0 at padding; None: each row continues with the id of its
+        last real token, or starts with 1.
 
     Returns:
-      Logits ``[B, T, vocab]`` and the cache, ``T`` tokens longer. Where no slots are left for them,
-      which cannot be refused under ``jax.jit``, these and all later logits are NaN.
+      Logits ``[B, T, vocab]`` and the cache, ``T`` tokens longer. Without free slots, which raise
+      no error under ``jax.jit``, these and all later logits are NaN.
     """
     check_variables(variables)
     result: Any = model.apply(
@@ -336,7 +335,7 @@ class _Decoding(NamedTuple):
       made: tokens generated.
       cache: holds all tokens but ``token``.
       token: the last of each row, ``[B]``.
-      done: whether a row has come to a stop, ``[B]``.
+      done: whether a row has reached a stop, ``[B]``.
       padded: whether ``token`` is padding behind a stop, ``[B]``.
       out: what was generated, ``[B, N]``.
     """
@@ -367,11 +366,11 @@ def decode(
 ) -> tuple[Array, Cache]:
     """Generates tokens in one loop.
 
-    What follows a stop is padding, in the cache too: :func:`extend` goes on behind the stop. Only a
-    stop that is the last of the ``N`` tokens is not in the cache yet, as any last token.
+    Padding follows a stop, in the cache too: :func:`extend` continues behind the stop. Like any
+    last token, a stop that is the last of the ``N`` tokens is not in the cache yet.
 
-    A random draw depends on ``key`` and the number of slots in use, so decoding in several calls
-    draws what one call does, until a row comes to a stop: the next call goes on behind it.
+    A random draw depends on ``key`` and the number of slots in use, so several calls draw the same
+    tokens as one, until a row reaches a stop: the next call continues behind it.
 
     Args:
       model: the model.
@@ -382,7 +381,7 @@ def decode(
       key: random key; None: greedy.
       temperature, top_k, top_p: as in :func:`sample_logits`.
       stop: token ids that end a row, a collection or an array ``[K]``; or None.
-      pad_id: what follows them, or one id for each row ``[B]``.
+      pad_id: token id that follows them, or one for each row ``[B]``.
 
     Returns:
       int32 ``[B, N]``, and the cache, which holds all tokens but the last again. Tokens are -1
@@ -454,7 +453,7 @@ def sample_logits(
     """Draws token ids from logits.
 
     Args:
-      logits: ``[..., vocab]``; they are drawn from in at least float32.
+      logits: ``[..., vocab]``; draws use them in at least float32.
       key: random key; None: the most likely token, whatever the other options say.
       temperature: divides the logits; it, ``top_k`` and ``top_p`` may each be an array that
         broadcasts to ``[...]``.
@@ -466,7 +465,7 @@ def sample_logits(
       int32 ``[...]``; -1 where a logit is NaN.
 
     Raises:
-      ValueError: if an option is of another shape or, where it is known, out of range.
+      ValueError: if an option has another shape or, if it is known, is out of range.
     """
     dtype = getattr(logits, "dtype", None)
     require(

@@ -46,7 +46,7 @@ class Context:
       mask: booleans that broadcast to ``[..., H, T, S]``, or None.
       index: index of the first query among the keys.
       is_causal: whether queries see earlier keys only.
-      counts: by what a window is measured, a pair (queries', keys') of integers; None: by indices.
+      counts: integers that measure a window, a pair (queries', keys'); None: indices do.
     """
 
     positions: Array
@@ -65,8 +65,8 @@ class Call:
       tokens: the new tokens ``[..., T]``.
       positions: theirs, ``[..., T]`` or ``[..., T, n]``; drawn, where positions are.
       segment_ids: theirs, ``[..., T]``, or None.
-      at: what :meth:`Encoding.coordinates` says of them.
-      length: for how many tokens positions are drawn and scaling is fixed.
+      at: their result of :meth:`Encoding.coordinates`.
+      length: number of tokens for which positions are drawn and scaling is fixed.
       key: of draws, or None.
       context: what all layers share.
       cache: with the new tokens in it, or None.
@@ -100,7 +100,7 @@ class Call:
         elif segment_ids is None:
             length = time
         else:
-            # Nothing is drawn for none; of a row that is all padding nothing is read.
+            # Draws need at least one token; a row of padding only is not read.
             length = jnp.maximum((segment_ids != PADDING).sum(-1, dtype=jnp.int32), 1)
         if positions is None:
             positions = default_positions(time) if segment_ids is None else places(segment_ids)
@@ -156,7 +156,7 @@ class Call:
         return self._moved(lambda x, axis: to_zigzag(ring, x, axis), axes)
 
     def by_segment(self, axes: int) -> tuple[Self, Array]:
-        """The call with each segment's tokens side by side, so that indices measure a window.
+        """Returns the call with each segment's tokens adjacent, so that indices measure a window.
 
         Its ``segment_ids`` are ``[..., T]`` as its tokens are.
 
@@ -176,7 +176,7 @@ class Call:
         return self._moved(move, axes), back
 
     def _moved(self, move: Callable[[Array, int], Array], axes: int) -> Self:
-        """The call with its tokens in another order, windows being measured by indices there.
+        """The call with its tokens in another order, in which indices measure windows.
 
         Args:
           move: reorders an array along its axis of time.
@@ -200,17 +200,17 @@ class Call:
 def _coordinates(
     encoding: Encoding, tokens: Array, positions: Array, segment_ids: Array | None
 ) -> Array:
-    """Return what the encoding says of tokens: the positions themselves, or ids ``[..., T]``."""
+    """Return the encoding's coordinates of tokens: their positions, or ids ``[..., T]``."""
     at = encoding.coordinates(tokens, positions, segment_ids)
     return at if at is positions else without_padding(at, segment_ids)
 
 
 def _drawn(config: ModelConfig, positions: Array, length: Any, key: Array | None) -> Array:
-    """Draw positions, where the config says so and there is a key."""
+    """Draw positions, if the config says so and there is a key."""
     draw = config.random_positions
     if draw is None or key is None:
         return positions
-    # Not the key itself, by which encodings draw.
+    # Not the key itself, which encodings use for draws.
     return drawn_positions(draw, positions, length, jax.random.fold_in(key, 0))
 
 

@@ -61,9 +61,9 @@ class Linear(nn.Module):
     A kernel that ``fsdp`` splits is gathered here, and again in the backward pass.
 
     Attributes:
-      features: size of the last axis of what it returns.
+      features: size of the last axis of the result.
       kernel_axes: logical axes of the kernel ``[in, features]``.
-      residual: whether what it returns is added to a stream, which lowers the initial scale.
+      residual: whether the result is added to a stream, which lowers the initial scale.
       lora: the low-rank term, if any.
       bias: whether a bias is added.
       role: of the kernel, as in ``ParameterSpec``.
@@ -128,7 +128,7 @@ class MLP(nn.Module):
 
 
 class Kernel(nn.Module):
-    """A kernel by itself, ``[..., fan_in, features]``."""
+    """A kernel parameter only, ``[..., fan_in, features]``."""
 
     config: ModelConfig
     spec: Param
@@ -141,7 +141,7 @@ class Kernel(nn.Module):
 class ExpertMLP(nn.Module):
     """A mixture of gated MLPs, ``config.experts`` (see ``experts``).
 
-    Where the collection ``losses`` is mutable, the router's losses are sown there.
+    If the collection ``losses`` is mutable, the router's losses are sown there.
     """
 
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""The layout of a model's parameters, and the way from one layout to another."""
+"""The layout of a model's parameters, and conversion from one layout to another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTSIDE = -1
 
 
 def replaced(model: Transformer, **changes: Any) -> Transformer:
-    """The model with fields of its configuration changed."""
+    """Returns the model with fields of its configuration changed."""
     return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
 
 
@@ -31,7 +31,7 @@ def with_encoding(model: Transformer, params: Any, other: Any) -> dict[str, Any]
     """Parameters of a model, with those of its position encoding taken from ``other``.
 
     Args:
-      model: whose parameters they are.
+      model: the model.
       params: nested dict of arrays.
       other: a dict of the same structure.
     """
@@ -55,23 +55,23 @@ def layer_params(model: Transformer, params: Any) -> dict[Encoding, list[dict[st
 def restack(
     params: Any, old: Transformer, new: Transformer, *, donate: bool = False
 ) -> dict[str, Any]:
-    """Parameters of ``old`` in the layout of ``new``.
+    """Converts parameters from the layout of ``old`` to that of ``new``.
 
     A model keeps the parameters of each run of like layers stacked, ``layers_<first>/...`` with a
-    leading axis; without ``scan_layers`` every layer has its own. Where a run is the same in both
-    layouts its arrays are handed on as they are; only the others are sliced or concatenated.
+    leading axis; without ``scan_layers`` every layer has its own. If a run is the same in both
+    layouts, its arrays are returned as is; only others are sliced or concatenated.
 
     Args:
       params: nested dict of jax arrays, numpy arrays (sliced as views) or ShapeDtypeStructs. It may
-        hold some of the parameters only.
-      old: the model whose layout ``params`` has.
-      new: the model whose layout is wanted, with as many layers.
-      donate: delete each jax array once its parts are made, so that at no time more than one
+        hold only some of the parameters.
+      old: the model with the layout of ``params``.
+      new: the model with the wanted layout, with as many layers.
+      donate: delete each jax array once its parts are made, so that never more than one
         parameter's stack exists twice. ``params`` cannot be used afterwards.
 
     Returns:
       The same parameters, of the same types. Arrays with a NamedSharding keep it; the axis of
-      layers is no longer sharded where its new length does not divide.
+      layers is no longer sharded if its new length does not divide.
 
     Raises:
       ValueError: if the numbers of layers differ, ``params`` does not have the layout of ``old``,
@@ -114,7 +114,7 @@ def restack(
 
 
 def by_path(params: Any) -> dict[str, dict[int, Any]]:
-    """Leaves by their path without the number of a block, then by that number.
+    """Returns leaves by their path without the number of a block, then by that number.
 
     ``layers_3/mlp/up/kernel`` is entry 3 of ``layers/mlp/up/kernel``; leaves outside of the layers
     are entry OUTSIDE of their own path.
@@ -135,7 +135,7 @@ def block_name(first: int, path: str) -> str:
 
 
 def _spans(leaves: Mapping[int, Any], rows: list[tuple[int, int]]) -> list[tuple[Any, int, int]]:
-    """Rows ``(leaf, row)``, those that are neighbours as ``(array, first, one past the last)``."""
+    """Joins neighbouring rows ``(leaf, row)`` to ``(array, first, one past the last)``."""
     spans: list[tuple[int, int, int]] = []
     for leaf, row in rows:
         lower = row

@@ -42,7 +42,7 @@ class UpdateState(nn.Module):
       magnitude: scale of the start state (YaRN's), which the norms restore.
       activation: one of ``silu``, ``gelu``, ``relu``, ``tanh``, ``identity``.
       param_dtype: type of the parameters; None: jax's default float.
-      sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
+      sharding: a mesh and rules; if they split heads, sums over heads are one reduce-scatter.
     """
 
     num_heads: int
@@ -64,7 +64,7 @@ class UpdateState(nn.Module):
 
     @nn.compact
     def __call__(self, state: Array, attended: Array | None, x: Array) -> Array:
-        """The state leaving the layer.
+        """Returns the state leaving the layer.
 
         Args:
           state: ``e``, the state entering the layer: ``[T, D]`` or ``[batch..., T, H_kv | 1, D]``,
@@ -111,8 +111,8 @@ class UpdateState(nn.Module):
 class Attention(nn.Module):
     """Attention of one layer with any position encoding, as a Flax Linen module.
 
-    It creates the projections, the norms and what the encoding asks for in a layer; the update of
-    TAPE's state is :class:`UpdateState`. A block of your own is then::
+    It creates the projections, the norms and the encoding's parameters for a layer;
+    :class:`UpdateState` updates TAPE's state. A block of your own is then::
 
         o, a, cache = tape.linen.Attention(num_heads=8)(norm(h), e, cache=cache, index=index)
         h = h + o
@@ -127,7 +127,7 @@ class Attention(nn.Module):
       num_kv_heads: key/value heads ``H_kv``; None: ``num_heads``.
       head_dim: numbers per head, even; None: the width of ``x`` divided by ``num_heads``.
       position: the encoding, as in :class:`tape_jax.ModelConfig`.
-      updates: whether an update follows, which wants the attended state; False in the last layer.
+      updates: whether an update follows, which needs the attended state; False in the last layer.
       qk_norm: whether an RMSNorm over each head follows the projections of queries and keys.
       norm_eps: epsilon of these norms.
       local_window_size: as in :class:`tape_jax.ModelConfig`.
@@ -164,7 +164,7 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         index: Array | int = 0,
     ) -> tuple[Array, Array | None, LayerCache | None]:
-        """Attend.
+        """Computes attention.
 
         Args:
           x: what enters the layer after its norm, ``[..., T, hidden]``; ``[B, T, hidden]`` with a
@@ -177,14 +177,14 @@ class Attention(nn.Module):
           mask: as in :func:`tape_jax.attention`.
           is_causal: whether tokens see earlier ones only.
           cache: of :meth:`init_cache`, or what the last call returned.
-          index: number of slots written before. Where ``index + T`` exceeds the capacity, which is
-            an error where it is known, results are NaN.
+          index: number of slots written before. If ``index + T`` exceeds the capacity, it is an
+            error or, if not known, results are NaN.
 
         Returns:
           ``[..., T, hidden]``, the attended state or None, and the new cache or None.
 
         Raises:
-          ValueError: if shapes or options do not go together.
+          ValueError: if shapes or options are incompatible.
           NotImplementedError: for an encoding that also acts at the embeddings.
         """
         config = self._config(x.shape[-1])

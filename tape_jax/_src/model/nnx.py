@@ -41,7 +41,7 @@ class UpdateState(nnx.Module):
       num_kv_heads, width, attention_mix, mlp_mix, degree: as in :func:`tape_jax.init_update`.
       alpha, norm, magnitude, activation: as in :func:`tape_jax.update_state`.
       param_dtype: type of the parameters; None: jax's default float.
-      sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
+      sharding: a mesh and rules; if they split heads, sums over heads are one reduce-scatter.
       rngs: its stream ``params`` draws the parameters.
 
     Raises:
@@ -113,8 +113,8 @@ class UpdateState(nnx.Module):
 class Attention(nnx.Module):
     """Attention of one layer with any position encoding, as a Flax NNX module.
 
-    It holds the projections, the norms and what the encoding asks for in a layer, under the names
-    that :class:`tape_jax.linen.Attention` has; the update of TAPE's state is :class:`UpdateState`.
+    It holds the projections, the norms and the encoding's parameters for a layer, under the names
+    of :class:`tape_jax.linen.Attention`; :class:`UpdateState` updates TAPE's state.
 
     Args:
       hidden_size: width of ``x``.
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
       num_kv_heads: key/value heads ``H_kv``; None: ``num_heads``.
       head_dim: numbers per head, even; None: ``hidden_size // num_heads``.
       position: the encoding, as in :class:`tape_jax.ModelConfig`.
-      updates: whether an update follows, which wants the attended state; False in the last layer.
+      updates: whether an update follows, which needs the attended state; False in the last layer.
       qk_norm: whether an RMSNorm over each head follows the projections of queries and keys.
       norm_eps: epsilon of these norms.
       local_window_size: as in :class:`tape_jax.ModelConfig`.
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
       rngs: its stream ``params`` draws the parameters.
 
     Raises:
-      ValueError: if options do not go together.
+      ValueError: if options are incompatible.
       NotImplementedError: for an encoding that also acts at the embeddings.
     """
 
@@ -182,7 +182,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
         index: Array | int = 0,
     ) -> tuple[Array, Array | None, LayerCache | None]:
-        """Attend.
+        """Computes attention.
 
         Args:
           x: what enters the layer after its norm, ``[..., T, hidden]``; ``[B, T, hidden]`` with a
@@ -201,7 +201,7 @@ class Attention(nnx.Module):
           ``[..., T, hidden]``, the attended state or None, and the new cache or None.
 
         Raises:
-          ValueError: if shapes or options do not go together.
+          ValueError: if shapes or options are incompatible.
         """
         return one_attention.attend(
             self.config,

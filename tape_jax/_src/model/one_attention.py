@@ -1,4 +1,4 @@
-"""Attention of one layer as pure functions, for modules that stand in other people's models."""
+"""Attention of one layer as pure functions, for modules in other people's models."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ENCODING = "position"
 
 
 def layer_config(hidden_size: int, num_heads: int, **options: Any) -> ModelConfig:
-    """Return what one layer is, checked.
+    """Return the checked configuration of one layer.
 
     Raises:
-      ValueError: for sizes or options that do not go together.
+      ValueError: for incompatible sizes or options.
       NotImplementedError: for an encoding that also acts at the embeddings.
     """
     # Two layers: the last layer of a model updates no state.
@@ -111,10 +111,10 @@ def attend(
     cache: LayerCache | None,
     index: Array | int,
 ) -> tuple[Array, Array | None, LayerCache | None]:
-    """Attend in one layer: projections, what the encoding adds, and the cache.
+    """Attend in one layer: projections, the encoding's terms, and the cache.
 
     Returns:
-      What is added to the residual stream, the attended state or None, and the new cache.
+      The addition to the residual stream, the attended state or None, and the new cache.
     """
     c, encoding = config, config.position
     require(
@@ -154,7 +154,7 @@ def attend(
     )
     out = out.reshape(*x.shape[:-1], -1) @ params["out"].astype(c.dtype)
     if cache is not None:
-        # Beyond the last slot, writing would be at the last ones.
+        # Beyond the last slot, writes would go to the last ones.
         fits = index + x.shape[-2] <= cache.k.shape[2]
         out, attended = jax.tree.map(lambda y: jnp.where(fits, y, jnp.nan), (out, attended))
     return out, attended, seen.cache
@@ -176,7 +176,7 @@ def _context(
     cache: LayerCache | None,
     index: Array | int,
 ) -> Context:
-    """Return what the call says of its tokens, in the form of the model's."""
+    """Return the call's inputs about its tokens, in the model's form."""
     time, counts = x.shape[-2], None
     slots = time if cache is None else cache.k.shape[2]
     if cache is not None:

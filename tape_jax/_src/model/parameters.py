@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 def kernel_std(config: ModelConfig, fan_in: int, *, residual: bool = False) -> float:
-    """Standard deviation of an initial kernel; ``residual``: what it gives is added to a stream."""
+    """Standard deviation of an initial kernel; ``residual``: its result is added to a stream."""
     std = fan_in**-0.5 if config.init_scale is None else config.init_scale
     return std / (2 * config.num_layers) ** 0.5 if residual else std
 
@@ -50,9 +50,9 @@ def declare(
     dtype: Any,
     sharding: Sharding | None = None,
 ) -> dict[str, Array]:
-    """Creates in ``module`` a group of parameters: those that an encoding asks for, or LoRA's.
+    """Creates a group of parameters in ``module``: those of an encoding, or LoRA's.
 
-    They are returned as they are used: what ``fsdp`` splits is gathered.
+    They are returned as they are used: those that ``fsdp`` splits are gathered.
     """
 
     def own(name: str, spec: Param) -> Array:
@@ -74,7 +74,7 @@ def create(
 
 @contextlib.contextmanager
 def declared_params() -> Iterator[dict[str, ParameterSpec]]:
-    """Collects by path all parameters created, or traced, inside; without any axis of layers."""
+    """Collects all parameters created, or traced, inside, by path; without any axis of layers."""
     record: dict[str, ParameterSpec] = {}
     token = _declared.set(record)
     try:
@@ -90,15 +90,15 @@ _declared: contextvars.ContextVar[dict[str, ParameterSpec] | None] = contextvars
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gathered_product(sharding: Sharding, axes: Axes, x: Array, kernel: Array) -> Array:
-    """``x @ kernel``, of which only the split kernel is kept for the backward pass.
+    """``x @ kernel``; the backward pass keeps only the split kernel.
 
-    Left to itself, a scan over layers would keep the gathered kernels of all of them.
+    Without this, a scan over layers would keep the gathered kernels of all of them.
     """
     return x @ gathered(sharding, kernel, axes)
 
 
 def _gathered_product(sharding: Sharding, axes: Axes, x: Array, kernel: Array) -> tuple[Array, Any]:
-    # Not by calling gathered_product, inside of which a remat policy sees no product.
+    # Not by calling gathered_product, because a remat policy sees no product inside it.
     return x @ gathered(sharding, kernel, axes), (x, kernel)
 
 
@@ -114,5 +114,5 @@ gathered_product.defvjp(_gathered_product, _gathered_product_gradient)
 
 
 def gathered(sharding: Sharding | None, x: Array, axes: Axes) -> Array:
-    """A parameter whole along the width of the residual stream, as products need it."""
+    """Gathers a parameter along the width of the residual stream, as products need it."""
     return constrain(sharding, x, *(None if axis == "embed" else axis for axis in axes))

@@ -14,11 +14,11 @@ from tape_jax._src.model.cache import Cache
 
 
 def outputs(given: Mapping[str, Any], shapes: Any) -> Any:
-    """Mesh axes of each axis of what :func:`tape_jax.prefill` and its kin return.
+    """Mesh axes of each axis of the results of :func:`tape_jax.prefill` and its kin.
 
     Args:
       given: their arguments: ``variables``, ``tokens``, ``token`` or ``prompts``, maybe ``cache``.
-      shapes: of what they return.
+      shapes: of their results.
     """
     tokens = next((given[name] for name in ("tokens", "token", "prompts") if name in given), None)
     cache = given.get("cache")
@@ -50,7 +50,7 @@ def outputs(given: Mapping[str, Any], shapes: Any) -> Any:
 
 
 def parameters(given: Mapping[str, Any], shapes: Any) -> Any:
-    """Mesh axes of what ``model.init`` returns: those of the model's rules, if it has some."""
+    """Mesh axes of the results of ``model.init``: those of the model's rules, if any."""
     model = given["model"]
     if model.sharding is None:
         return jax.tree.map(lambda x: (None,) * x.ndim, shapes)
@@ -58,7 +58,7 @@ def parameters(given: Mapping[str, Any], shapes: Any) -> Any:
 
 
 def _cache(new: Any, old: Any, rows: Names) -> Any:
-    """Mesh axes of a cache: those of the one before, else batches split as ``rows``."""
+    """Mesh axes of a cache: those of the previous one, else batches split as ``rows``."""
     if old is not None:
         return jax.tree.map(lambda _, x: names_of(x), new, old)
 

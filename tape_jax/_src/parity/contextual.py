@@ -1,7 +1,7 @@
 """Recorded runs of other authors' encodings, compared with those of this library.
 
-Each file holds queries, keys, values, what enters the layer, the encoding's parameters, and what
-the published code made of them: one layer's attention, its gradients, and intermediate values.
+Each file holds queries, keys, values, the layer's inputs, the encoding's parameters, and the
+published code's results: one layer's attention, its gradients, and intermediate values.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Recorded:
     """The mapping of a file on to this library.
 
     Attributes:
-      encoding: what is compared.
+      encoding: the compared encoding.
       params: its parameters, each computed from the file's arrays.
-      prepare: what is done to the file's arrays first.
+      prepare: changes the file's arrays first.
       window: how many keys a query sees, itself among them; None: all.
       constants: recorded values that depend on no input, such as ALiBi's slopes.
-      att_of: the encoding whose weights and what they leave were recorded, ``att`` and ``rem``, if
+      att_of: the encoding whose weights and their remainder were recorded, ``att`` and ``rem``, if
         the compared one adds something to them.
       intermediates: as ``INTERMEDIATES``, for names that mean something else here.
-      order: the numbers of a head in the order of the library, as indices of those of the file;
-        None: they have one order.
+      order: the numbers of a head in the library's order, as indices of the file's; None: the same
+        order.
       positions: of the tokens, from the file's arrays; None: 0, 1, ...
     """
 
@@ -69,7 +69,7 @@ Source = Callable[[Arrays, Mapping[str, Any]], Recorded]
 
 
 def same(**names: str) -> dict[str, Callable[[Arrays], Any]]:
-    """Maps parameters to arrays of the file as they are: our names to the file's."""
+    """Maps parameters to unchanged arrays of the file: our names to the file's."""
     return {
         name: functools.partial(lambda source, arrays: arrays[source], source)
         for name, source in names.items()
@@ -152,7 +152,7 @@ def _mapformer(cls: type[positions.MapFormerWM]) -> Callable[..., Recorded]:
 
 
 def _halves(arrays: Arrays) -> Arrays:
-    """Pairs ``(2c, 2c + 1)`` of the dimensions that are rotated put to ``(c, c + D/2)``."""
+    """Moves pairs ``(2c, 2c + 1)`` of the rotated dimensions to ``(c, c + D/2)``."""
     rotated = {name: x for name, x in arrays.items() if name in ("q", "k", "q0", "k0")}
     return arrays | {
         name: jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1) for name, x in rotated.items()
@@ -311,7 +311,7 @@ def _mrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
         interleaved=meta["layout"] == "interleaved",
     )
     dim = arrays["q"].shape[-1]
-    # The published code deals them out otherwise than such sections say, without a word.
+    # The published code silently distributes them differently than such sections say.
     dealt = np.bincount(encoding.axis_of_frequencies(dim), minlength=encoding.axes)
     encoding = dataclasses.replace(encoding, sections=tuple(dealt.tolist()))
     return Recorded(
@@ -440,7 +440,7 @@ def compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
     """Yields a comparison for every recorded output and gradient.
 
     Raises:
-      ValueError: if something is recorded that is not known here, or what is needed is not.
+      ValueError: if something recorded is unknown here, or something needed is not recorded.
     """
     with jax.enable_x64(precision == "float64"):
         try:
@@ -487,7 +487,7 @@ def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
 def _changed(
     encoding: Encoding, made: Mapping[str, str], changes: Arrays, found: Arrays
 ) -> Encoding:
-    """The encoding with changes added to intermediate values, which are noted in ``found``.
+    """The encoding with changes added to intermediate values, which ``found`` records.
 
     ``made`` are the methods that compute them, by the values' names.
     """
@@ -575,7 +575,7 @@ def _run(
     logits = _heads_first(attend(one_hot, **options | {"weights_fn": _logits})[0])
     seen = jnp.tril(jnp.ones((time, time), bool))
     scores = jnp.repeat(jnp.where(seen, scores, 0), logits.shape[1] // heads, axis=1)
-    # What rotates queries and keys or, if nothing does, the state that the encoding uses otherwise.
+    # The state that rotates queries and keys or, if none does, that the encoding uses otherwise.
     states = jax.tree.leaves((rotations, state))
     found = {
         "att": att,

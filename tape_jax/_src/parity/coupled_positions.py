@@ -12,7 +12,7 @@ from tape_jax._src.parity.deviations import Deviation
 from tape_jax._src.positions import PositionCoupling
 from tape_jax._src.positions.protocol import default_positions
 
-# What the ids are computed from, and what else says how they were drawn.
+# Arrays that the ids are computed from, and others about their draws.
 INPUTS = ("kind", "inputs", "labels", "reverse_input", "reverse_output", "start")
 NOT_COMPARED = ("padding", "max_position", "random_start", "meta")
 

@@ -1,7 +1,7 @@
 """Recorded runs of the published language models, compared with this one.
 
-Each file holds parameters, inputs and what the reference made of them. The parameters are mapped
-on to this model.
+Each file holds parameters, inputs and the reference's results. The parameters are mapped on to
+this model.
 
 Differences are divided by the largest value of the quantity where that exceeds 1. Gradients are
 recorded in float32, so their tolerance is the same in both precisions.
@@ -89,7 +89,7 @@ def _rope(kind: type[positions.Rope] = positions.Rope, **options: Any):
     return lambda config: kind(base=config["rope_base"], scaling=_scaling(config), **options)
 
 
-# The reference uses its heads x heads matrix through its row sums alone.
+# The reference uses only the row sums of its heads x heads matrix.
 _MIX = {"mix": lambda w: w("post_attention_linear.weight").sum(1)}
 _MLP = {
     "wx": lambda w: w("pe.x_proj.weight").T,

@@ -1,4 +1,4 @@
-"""The command :mod:`tape_jax.parity`: compares recorded files, each by its kind, and reports."""
+"""The command :mod:`tape_jax.parity`: compares recorded files by kind, and reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def report(path: str | Path) -> tuple[list[str], bool]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tape_jax.parity",
         description="Compare this model with recorded runs of the published implementation.",

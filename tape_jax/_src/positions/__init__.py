@@ -1,4 +1,4 @@
-"""Position encodings: the names that other rooms use."""
+"""Position encodings: the names that other packages use."""
 
 # ruff: noqa: F401
 from tape_jax._src.positions.ablations import (

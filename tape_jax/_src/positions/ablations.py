@@ -225,9 +225,9 @@ class NoEquivariance(_Untied):
 class PlaceWeights(Tape):
     """Weights that depend on a token's place in its segment: breaks permutation equivariance.
 
-    What a layer changes in the state of head ``h`` of the ``i``-th token is multiplied by ``1 +
+    A layer's change to the state of head ``h`` of the ``i``-th token is multiplied by ``1 +
     s_h(i)``, where ``s_h`` is a learned sum of sines and cosines of ``i``, zero at initialisation.
-    Places are counted, whatever the positions are: so shifts and phases of states change nothing.
+    Places are counted, independently of positions, so shifts and phases of states change nothing.
 
     Attributes:
       waves: number of frequencies of ``s_h``.
@@ -237,7 +237,7 @@ class PlaceWeights(Tape):
     """
 
     kind: ClassVar[str] = "tape_place_weights"
-    # Its places travel as the coordinates by which another one would embed.
+    # Its places travel as the coordinates that another encoding would embed.
     acts_on: ClassVar[tuple[str, ...]] = ("state", "embedding")
 
     waves: int = 8
@@ -288,8 +288,8 @@ class RelaxedEquivariance(Tape):
 
     After TAPE's own update, ``e <- e + b conj(e)`` with one learned complex number ``b`` per head
     and frequency. Every real-linear map of a complex number is ``a e + b conj(e)``, and commutes
-    with phases where ``b`` is zero. So it is at initialisation; how far it may grow is for the
-    penalty to say (:meth:`loss`).
+    with phases if ``b`` is zero, as at initialisation. The penalty determines how far it may grow
+    (:meth:`loss`).
 
     Attributes:
       penalty: weight of ``sum |b|^2`` in the loss at the first and at the last step of training,

@@ -18,7 +18,7 @@ from tape_jax._src.positions.protocol import Encoding, Param, State
 
 Array = jax.Array
 
-# Of what only one encoding of a combination may do.
+# What only one encoding of a combination may do.
 ALONE = {
     "embedding": "adds to the embeddings",
     "state": "has a position state",
@@ -29,7 +29,7 @@ ALONE = {
 }
 
 
-# Terms that one encoding of a combination has at most.
+# Terms that at most one encoding of a combination has.
 ONE_OF = ("state", "logits_fn", "weights_fn", "rewritten_keys", "features")
 
 
@@ -37,8 +37,8 @@ ONE_OF = ("state", "logits_fn", "weights_fn", "rewritten_keys", "features")
 class Combined(Encoding):
     """Encodings that act together, such as TAPE with ALiBi's bias.
 
-    Parameters of the one with a state are called as when it is alone; those of the others are
-    called after their encoding.
+    Parameters of the encoding with a state keep their names; those of the others are prefixed with
+    their encoding's name.
 
     Attributes:
       encodings: two or more, of different kinds.
@@ -46,7 +46,7 @@ class Combined(Encoding):
     Raises:
       ValueError: for fewer than two, two of a kind, or one that cannot be combined; if two have a
         state, scale or rewrite the logits, replace the softmax, or add to the embeddings, or if one
-        reads one position a token where the state has several; and as each of them does.
+        reads one position per token while the state has several; also as each of them does.
     """
 
     encodings: tuple[Encoding, ...]
@@ -170,7 +170,7 @@ class Combined(Encoding):
         return self._state.reads_start
 
     def _sizes(self, encoding: Encoding, sizes: Sizes) -> Sizes:
-        """Returns the sizes for ``encoding``: all but the state's see the heads that it adds."""
+        """Returns the sizes for ``encoding``; all but the state's count the heads that it adds."""
         if encoding is self._state or self.heads_per_query == 1:
             return sizes
         return dataclasses.replace(sizes, num_heads=sizes.num_heads * self.heads_per_query)
@@ -263,12 +263,12 @@ class Combined(Encoding):
 
 
 def _sum_of(biases: Sequence[Callable[[Array, Array], Array]]) -> Any:
-    """One function of pairs for several."""
+    """Sums several functions of pairs."""
     if len(biases) < 2:
         return biases[0] if biases else None
     return lambda i, j: functools.reduce(operator.add, (bias(i, j) for bias in biases))
 
 
 def _sums(decays: Sequence[tuple[Array, Array]]) -> Any:
-    """Sums of what queries and keys have, ``[T, H]`` or with batch axes."""
+    """Sums the decays of queries and keys, ``[T, H]`` or with batch axes."""
     return functools.reduce(lambda a, b: (a[0] + b[0], a[1] + b[1]), decays) if decays else None

@@ -1,8 +1,8 @@
-"""The registry of encodings, and how one is made from its name and its options.
+"""The registry of encodings, and the creation of one from its name and options.
 
-Options are flat. Where several encodings are combined, the options of the one with a state keep
-their names, and so does an option that one encoding alone has. Any other gets its encoding's name
-in front: ``sinusoidal_base`` beside RoPE.
+Options are flat. In a combination, options of the encoding with a state keep their names, and so
+does an option that only one encoding has. Any other is prefixed with its encoding's name:
+``sinusoidal_base`` beside RoPE.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ registry: dict[str, type[Encoding]] = {
 }
 
 
-# What else encodings are called. The name of several is taken as it is.
+# Other names. One for several encodings is accepted, others are only hinted at in errors.
 ALIASES = {
     "absolute": "learned",
     "mrope_interleaved": "mrope",
@@ -130,12 +130,12 @@ ALIASES = {
 }
 
 
-# Of each encoding that acts, its class and its options.
+# Class and options of each encoding that acts.
 Parts = list[tuple[type[Encoding], dict[str, Any]]]
 
 
 def kinds(kind: Any) -> list[str]:
-    """The names of the encodings in a name, which are joined by ``+`` and, layer by layer, ``/``.
+    """Returns the names of the encodings in a name, joined by ``+`` and, between layers, ``/``.
 
     Raises:
       ValueError: for an unknown one; the message names the nearest known one.
@@ -171,10 +171,10 @@ def _option_names(types: Sequence[type[Encoding]]) -> dict[str, tuple[type[Encod
 
 @typed
 def options_of(encoding: Encoding) -> dict[str, Any]:
-    """``kind`` and all options, from which :func:`create` makes the encoding again."""
+    """Returns ``kind`` and all options, from which :func:`create` makes the encoding again."""
     members = encoding.members
     names = _option_names([type(member) for member in members])
-    # Of two names of an option the short one, which comes first.
+    # If an option has two names, the short, first one.
     called = {field: name for name, field in reversed(names.items())}
     values = {
         called[type(member), field]: value
@@ -186,7 +186,7 @@ def options_of(encoding: Encoding) -> dict[str, Any]:
 
 
 def create(position: Any, **options: Any) -> Encoding:
-    """The encoding of one layer; see ``schedule.create``."""
+    """Creates the encoding of one layer; see ``schedule.create``."""
     encoding = position
     if options or not isinstance(position, Encoding):
         made = [_build(cls, values) for cls, values in with_options(_parts(position), options)]
@@ -199,7 +199,7 @@ def create(position: Any, **options: Any) -> Encoding:
 
 
 def _parts(position: Any) -> Parts:
-    """The classes of encodings, and the options that are given with them."""
+    """Returns the classes of encodings and the options given with them."""
     name = position if isinstance(position, str) else getattr(position, "kind", "")
     require(
         not (isinstance(name, str) and "/" in name),

@@ -19,17 +19,17 @@ Array = jax.Array
 class RandomPositions:
     """Positions drawn in training, for every encoding that reads positions.
 
-    So angles, distances and rows of tables are trained that sequences of the trained length do not
-    have. Drawn is where the model has a random stream ``"positions"``, as in training, or its cache
-    a key; without it, as in evaluation, positions are what they are. One draw serves every layer,
-    head and row of a call.
+    This trains angles, distances and rows of tables that sequences of the trained length do not
+    have. Positions are drawn if the model has a random stream ``"positions"``, as in training, or
+    its cache has a key. Otherwise, as in evaluation, they stay as they are. One draw serves every
+    layer, head and row of a call.
 
     Attributes:
       kind: ``spaced``: the i-th position is the i-th of a random subset of ``0 .. range - 1``, in
-        order (Ruoss et al. 2023); ``stretched``: all positions times one number from 1 to ``range /
-        length``, whose logarithm is uniform, not for ``learned`` and ``t5``, which look whole
-        positions up; ``shifted``: one number from ``0 .. range - length`` added to all, random
-        starts, which only encodings of absolute positions notice.
+        order (Ruoss et al. 2023); ``stretched``: all positions times one log-uniform number from 1
+        to ``range / length``, not for ``learned`` and ``t5``, which look up whole positions;
+        ``shifted``: all positions plus one number from ``0 .. range - length``, a random start that
+        only encodings of absolute positions notice.
       range: drawn positions lie below it.
     """
 
@@ -52,23 +52,23 @@ def drawn_positions(
     key: Array,
     what: str = "random_positions",
 ) -> Array:
-    """Positions below ``draw.range`` in place of those below ``length``.
+    """Draws positions below ``draw.range`` to replace those below ``length``.
 
     One draw serves all rows, as far as their lengths agree.
 
     Args:
-      draw: what is drawn.
+      draw: kind and range of the draw.
       positions: integers ``[..., T]``, each below its row's length.
       length: in tokens, an integer or integers that broadcast to ``[...]``.
       key: of the draw.
-      what: draws, for messages.
+      what: name for messages.
 
     Returns:
-      ``[..., T]``: integers, floats if they are stretched. -1 where a position, or a length, that
-      is not known yet is out of range.
+      ``[..., T]``: integers, or floats if stretched; -1 where a position or length that is not
+      known yet is out of range.
 
     Raises:
-      ValueError: if positions are no integers; if one, or a length, is known to be out of range.
+      ValueError: if positions are not integers; if one, or a length, is known to be out of range.
     """
     positions = as_positions(positions)
     longest = concrete(length)

@@ -1,8 +1,8 @@
-"""A layer as a position encoding sees it: what enters it, and time.
+"""A layer as a position encoding sees it: its inputs, and operations along time.
 
-Sums and shifts along time go by segments: they start anew in each, and in cached decoding they go
-on from the last earlier token of the segment, whatever stands between. For that a layer keeps a few
-numbers of every token beside its keys and values.
+Sums and shifts along time start anew in each segment. In cached decoding they continue from the
+segment's last earlier token, whatever tokens lie between. For this a layer keeps a few numbers of
+every token beside its keys and values.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Terms(NamedTuple):
     """The terms that an encoding adds to the attention of one layer; None: nothing.
 
     Attributes:
-      state: rotary state by which the layer's queries and keys are rotated, ``[..., T, H, D]``,
-        ``H`` being 1 or that of the keys.
+      state: rotary state that rotates the layer's queries and keys, ``[..., T, H, D]``; ``H`` is 1
+        or that of the keys.
       bias: as ``bias`` of :func:`tape_jax.attention`.
       log_decay: as ``log_decay`` there, of the queries and of all keys.
       logits_fn, weights_fn: as there.
       features: queries ``[..., T, Hq, F]`` and keys ``[..., T, Hk, F]`` of the new tokens that
         attend in place of the projected ones; decoding keeps the keys. Nothing rotates them. ``Hq``
         is ``Encoding.heads_per_query`` times the number of query heads.
-      rewritten_keys: what decoding keeps of all keys ``[B, H, S, D]`` after these tokens, for an
-        encoding that says so (``Encoding.rewrites_keys``). Without ``logits_fn`` they are also what
-        these tokens attend.
-      kept: what is to be kept of the new tokens by name, ``[..., T, heads, ...]``; in cached
-        decoding :class:`Layer` has it of earlier ones.
+      rewritten_keys: maps all keys ``[B, H, S, D]`` to those that decoding keeps after these
+        tokens, for encodings with ``Encoding.rewrites_keys``. Without ``logits_fn`` these tokens
+        attend to them too.
+      kept: arrays to keep of the new tokens, by name, ``[..., T, heads, ...]``; in cached decoding
+        :class:`Layer` has those of earlier ones.
     """
 
     state: Array | None = None
@@ -60,7 +60,7 @@ class Terms(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The order in which devices hold a sequence: functions of an array and its axis of time.
+    """The order in which devices hold a sequence: functions of an array and its time axis.
 
     Attributes:
       natural: brings tokens into their natural order.
@@ -79,11 +79,11 @@ class Layer:
       x: the layer's input after its norm, ``[..., T, hidden]``.
       positions: of all keys, ``[..., S]``, or ``[..., S, n]``.
       segment_ids: integers ``[..., T]``, a pair (of the new tokens, of all keys), or None.
-      is_causal: whether tokens see earlier ones only.
+      is_causal: whether tokens see only earlier ones.
       sizes: the model's.
       q, k: projected queries and keys of the new tokens, ``[..., T, heads, D]``, not rotated.
-      state: the position state that enters the layer; None where it is made.
-      kept: in cached decoding what was kept of each token by name, ``[B, heads, S, ...]``; else
+      state: the position state that enters the layer; None while it is made.
+      kept: in cached decoding, arrays kept of each token, by name, ``[B, heads, S, ...]``; else
         None.
       cached_keys: in cached decoding ``[B, heads, S, D]``.
       index: of the first new token among the keys.
@@ -124,7 +124,7 @@ class Layer:
         return self.of_new_tokens(self.positions)
 
     def of_new_tokens(self, x: Array) -> Array:
-        """Returns the part of ``x [..., S]``, or ``[..., S, n]``, that is of the new tokens."""
+        """Returns the part of ``x [..., S]``, or ``[..., S, n]``, for the new tokens."""
         if self.kept is None:
             return x
         return lax.dynamic_slice_in_dim(x, self.index, self.time, axis=1)
@@ -132,7 +132,7 @@ class Layer:
     def ids(self) -> tuple[Array | None, Array | None]:
         """Segment ids of the new tokens ``[B, T]`` and of all keys ``[B, S]``, or Nones.
 
-        ``B`` is all batch axes.
+        ``B`` joins all batch axes.
         """
         if self.segment_ids is None:
             return None, None
@@ -145,9 +145,9 @@ class Layer:
         return own, every
 
     def first_positions(self) -> Array:
-        """Positions of the first tokens of all keys' segments, ``[..., S]``, or one for all.
+        """Returns the first position of each key's segment, ``[..., S]``, or one for all.
 
-        Of what no new token sees they mean nothing.
+        Entries of keys that no new token sees mean nothing.
         """
         p, ids = self.positions, self.segment_ids
         if ids is None or self.order is not None:
@@ -165,7 +165,7 @@ class Layer:
     def product(self, kernel: Array, x: Array | None = None) -> Array:
         """``x @ kernel`` over the last axis, in the type of ``x`` with sums in ``dtype``.
 
-        ``x`` is the layer's input, if no other is given.
+        ``x`` defaults to the layer's input.
         """
         flat = self.flat if x is None else x.reshape(-1, x.shape[-1])
         x = self.x if x is None else x
@@ -175,18 +175,18 @@ class Layer:
 
     @functools.cached_property
     def flat(self) -> Array:
-        """The layer's input with one axis for batch and time: once, or each use would keep it."""
+        """The layer's input with one axis for batch and time; cached, or each use would keep it."""
         return self.x.reshape(-1, self.x.shape[-1])
 
     def renamed(self, prefix: str) -> Layer:
-        """The same layer for one encoding among several, which keeps things under its own names."""
+        """Returns the layer for one encoding of several, with ``kept`` under its own names."""
         kept = self.kept
         if kept is not None:
             kept = {k.removeprefix(prefix): x for k, x in kept.items() if k.startswith(prefix)}
         return dataclasses.replace(self, kept=kept)
 
     def of_all_keys(self, name: str, x: Array) -> Array:
-        """Numbers ``[..., S, heads, ...]`` of all keys: those kept by this name, and the new ones.
+        """Returns the kept and the new numbers ``[..., S, heads, ...]`` of all keys.
 
         Args:
           name: under which they are kept (:attr:`Terms.kept`).
@@ -204,12 +204,12 @@ class Layer:
         return self._with_new(self.cached_keys, self.k)
 
     def _with_new(self, old: Array, new: Array) -> Array:
-        """``[B, S, heads, ...]`` of what is kept, ``[B, heads, S, ...]``, and of the new tokens."""
+        """Joins kept arrays ``[B, heads, S, ...]`` and new tokens: ``[B, S, heads, ...]``."""
         new = new.swapaxes(1, 2).astype(old.dtype)
         return lax.dynamic_update_slice_in_dim(old, new, self.index, axis=2).swapaxes(1, 2)
 
     def running_sum(self, name: str, x: Array) -> Array:
-        """Sums of ``x [..., T, heads, ...]`` over all tokens of a segment up to each, in ``dtype``.
+        """Returns cumulative sums of ``x [..., T, heads, ...]`` in each segment, in ``dtype``.
 
         Args:
           name: under which the encoding keeps the sums.
@@ -222,7 +222,7 @@ class Layer:
         return total
 
     def previous(self, name: str, x: Array, count: int) -> list[Array]:
-        """``x`` of the ``count`` tokens before each in its segment, the nearest first; 0: none.
+        """Returns ``x`` of the ``count`` tokens before each in its segment, nearest first; 0: none.
 
         Args:
           name: under which the encoding keeps ``x``.
@@ -250,7 +250,7 @@ class Layer:
         def convolve(x: Array, taps: Array) -> Array:
             return _weighted(taps, [x, *self._all_shifted(x, count)])
 
-        # Kept for the backward pass is x, not a shifted copy for each tap.
+        # The backward pass keeps x, not a shifted copy for each tap.
         return jax.checkpoint(convolve, prevent_cse=False)(x, taps)
 
     def _all_shifted(self, x: Array, count: int) -> list[Array]:
@@ -268,7 +268,7 @@ class Layer:
         return held(function(natural(x, self.axis), ids, self.axis), self.axis)
 
     def _earlier(self, name: str, count: int) -> list[Array]:
-        """Returns what was kept before this call of the last tokens of each new one's segment."""
+        """Returns what earlier calls kept of the last tokens of each new token's segment."""
         assert self.kept is not None
         kept = self.kept[name].swapaxes(1, 2)
         return [_take(kept, slot) for slot in self._earlier_slots(count, own=False)]
@@ -276,7 +276,7 @@ class Layer:
     def _earlier_slots(self, count: int, *, own: bool) -> list[Array]:
         """Slots of the last earlier tokens of each new token's segment, -1: none; ``[B, T]``.
 
-        ``own``: of the new ones too; otherwise of those that were kept before.
+        ``own``: new tokens count too; otherwise only those kept before.
         """
         assert isinstance(self.segment_ids, tuple)
         ids, key_ids = self.segment_ids
@@ -293,14 +293,14 @@ class Layer:
 
 
 def _take(kept: Array, slot: Array) -> Array:
-    """``kept [B, S, ...]`` at slots ``[B, T]``; 0 where there is none."""
+    """``kept [B, S, ...]`` at slots ``[B, T]``; 0 where a slot is -1."""
     tail = (1,) * (kept.ndim - 2)
     found = jnp.take_along_axis(kept, jnp.maximum(slot, 0).reshape(*slot.shape, *tail), axis=1)
     return jnp.where((slot >= 0).reshape(*slot.shape, *tail), found, 0)
 
 
 def _weighted(taps: Array, values: list[Array]) -> Array:
-    """Sum of the values of a token and of those before it, the nearest first, by their taps."""
+    """Returns the sum of taps times values of a token and of those before it, nearest first."""
     products = [taps[..., -1 - n] * x for n, x in enumerate(values)]
     return functools.reduce(operator.add, products)
 

@@ -4,8 +4,8 @@ The model never asks which encoding it has. An encoding may act in any of these 
 which is absent by default: it adds to the embeddings (:meth:`Encoding.embed`), rotates queries and
 keys by a state (:meth:`Encoding.start`, :meth:`Encoding.start_from_embeddings`,
 :meth:`Encoding.rotation`) which it may update layer by layer (:meth:`Encoding.update_state`),
-biases the logits (:meth:`Encoding.pair_bias`), or says from what enters a layer how that layer is
-to attend (:meth:`Encoding.layer_terms`).
+biases the logits (:meth:`Encoding.pair_bias`), or makes terms of a layer's attention from its input
+(:meth:`Encoding.layer_terms`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tape_jax._src.positions.layer import Layer, Terms
 Array = jax.Array
 State = Any
 
-# Where an encoding may act: of "bias" and "decay" any number of encodings of a combination, of each
-# of the others one.
+# Where an encoding may act. In a combination any number of encodings may act on "bias" and "decay",
+# at most one on each other place.
 PLACES = ("embedding", "state", "scale", "logits", "weights", "bias", "decay", "window")
 
-# What an option of each type has to be: in words, and whether a value is that.
+# For each type of option: its description in words, and the check of a value.
 OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
     "int": ("an integer", lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)),
@@ -46,7 +46,7 @@ OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _annotation(kind: Any) -> str:
-    """A field's annotation as it is written, whether the module postpones annotations or not."""
+    """Returns a field's annotation as written, whether or not the module postpones annotations."""
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
@@ -65,15 +65,15 @@ class Param(NamedTuple):
 
 
 def check_indices(what: str, index: Array, size: Array | int | None = None) -> None:
-    """Raises ValueError unless ``index``, of entries of a table, holds integers in 0 .. size - 1.
+    """Raises ValueError unless ``index``, into a table, holds integers in 0 .. size - 1.
 
-    Values that are not known yet, traced ones, are let pass: what is read by them has to be NaN
-    where they are out of range.
+    Traced values, which are not known yet, pass: callers have to read NaN where they are out of
+    range.
 
     Args:
-      what: they are, for the message.
+      what: name of the indices, for the message.
       index: any shape.
-      size: of the table, broadcastable to ``index``; None: any.
+      size: the table's, broadcastable to ``index``; None: any.
     """
     require(
         jnp.issubdtype(index.dtype, jnp.integer),
@@ -93,7 +93,7 @@ def table_rows(what: str, table: Array, index: Array) -> Array:
     """Rows ``[..., N]`` of a table ``[size, N]``, NaN where an index is out of range.
 
     Raises:
-      ValueError: as :func:`check_indices` says, where the index is known.
+      ValueError: as in :func:`check_indices`, if the index is known.
     """
     size = table.shape[0]
     check_indices(what, index, size)
@@ -103,7 +103,7 @@ def table_rows(what: str, table: Array, index: Array) -> Array:
 
 
 def as_positions(positions: Any) -> Array:
-    """Positions of a type in which their differences can be computed: int32, float32 or wider.
+    """Casts positions to a type for computing their differences: int32, float32 or wider.
 
     Raises:
       ValueError: if they are neither integers nor floats.
@@ -128,7 +128,7 @@ def as_positions(positions: Any) -> Array:
 
 
 def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
-    """A length in tokens, or one for each sequence of a batch of this shape.
+    """Returns a checked length in tokens, or one per sequence of a batch of this shape.
 
     Raises:
       ValueError: if it is neither a positive integer nor integers that fit the batch.
@@ -162,7 +162,7 @@ class OfLayer(NamedTuple):
 
     Attributes:
       encoding: the layer's.
-      member: number of its position state among those of a schedule; None: there is one state.
+      member: index of its position state among a schedule's; None: there is one state.
       updates: whether the layer updates it.
     """
 
@@ -175,7 +175,7 @@ class OfLayer(NamedTuple):
         return states if self.member is None else states[self.member]
 
     def with_own(self, states: State, new: State) -> State:
-        """Inverse of :meth:`own`: the state, or those of a schedule, with the layer's replaced."""
+        """Returns the state, or those of a schedule, with the layer's own replaced."""
         if self.member is None:
             return new
         return (*states[: self.member], new, *states[self.member + 1 :])
@@ -190,7 +190,7 @@ def on_axes(positions: Array, axes: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """No position encoding at all; the base of every other one.
+    """No position encoding; the base class of all others.
 
     Shapes: ``positions`` are ``[..., T]`` (``[..., T, n]`` for n-dimensional coordinates), token
     ids ``[..., T]``. A state is any pytree of arrays.
@@ -201,24 +201,24 @@ class Encoding:
     else:
         # A field, so that dataclasses.asdict gives what create() reads.
         kind: str = dataclasses.field(default="none", init=False, repr=False, compare=False)
-    # Where it acts, of PLACES: by that encodings are combined.
+    # Members of PLACES on which it acts; they decide what combines.
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
     rewrites_keys: ClassVar[bool] = False
-    # Heads that attend for each query head, where layer_terms makes features.
+    # Number of heads that attend for each query head, if layer_terms makes features.
     heads_per_query: ClassVar[int] = 1
-    # Whether tokens have, where no positions are given, their index on each of several axes.
+    # Whether tokens without given positions have their index on each of several axes.
     counts_text: ClassVar[bool] = False
-    # Kinds of RandomPositions that it takes: a table has no rows for stretched ones.
+    # Kinds of RandomPositions that it accepts: a table has no rows for stretched ones.
     takes_drawn: ClassVar[tuple[str, ...]] = ("spaced", "stretched", "shifted")
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Annotated in a subclass, as ClassVar, it would be no field any more.
+        # A subclass that annotates it, as ClassVar, would remove the field.
         vars(cls).get("__annotations__", {}).pop("kind", None)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Raises ValueError for an option of another type or not finite, before it is looked at."""
+        """Raises ValueError for an option of a wrong type or not finite, before other checks."""
         fields = {field.name: field.type for field in dataclasses.fields(cls) if field.init}
         in_order = [f.name for f in dataclasses.fields(cls) if f.init and not f.kw_only]
         for name, value in (dict(zip(in_order, args, strict=False)) | options).items():
@@ -235,7 +235,7 @@ class Encoding:
 
     @property
     def state_part(self) -> Encoding:
-        """The encoding that the position state is of; layers of a schedule share it by this."""
+        """The encoding that owns the position state; layers of a schedule share it if equal."""
         return self
 
     def of_layers(self, num_layers: int) -> list[OfLayer]:
@@ -259,12 +259,12 @@ class Encoding:
 
     @property
     def starts_by_head(self) -> bool:
-        """True if :meth:`start` makes a state for each head; positions have all batch axes then."""
+        """True if :meth:`start` makes a state for each head; positions then have all batch axes."""
         return False
 
     @property
     def reads_positions(self) -> bool:
-        """True if the encoding depends on positions; one that does not overrides this."""
+        """True if the encoding depends on positions; override this if yours does not."""
         return type(self) is not Encoding
 
     @property
@@ -293,8 +293,8 @@ class Encoding:
     ) -> Array:
         """Index ``[..., T]`` of each token that :meth:`embed` reads; the positions by default.
 
-        Called with every token from the start of the sequence, in cached decoding too, and with
-        their segment ids ``[..., T]``, if there are any.
+        The model passes all tokens from the start of the sequence, in cached decoding too, and
+        their segment ids ``[..., T]``, if any.
         """
         return positions
 
@@ -314,14 +314,14 @@ class Encoding:
         dtype: Any = jnp.float32,
         params: dict[str, Array] | None = None,
     ) -> State:
-        """State entering the first layer, or None.
+        """Returns the state entering the first layer, or None.
 
         Args:
           positions: ``[..., T]`` or ``[..., T, n]``.
           sizes: the model's.
           key: random key for encodings that draw; None: their fixed draw.
-          length: the sequence length, in tokens, for which a draw or a dynamic scaling is made, an
-            integer or one for each sequence ``[...]``; None: that of ``positions``.
+          length: the sequence length, in tokens, for a draw or a dynamic scaling: an integer, or
+            one for each sequence ``[...]``; None: that of ``positions``.
           dtype: type of the state.
           params: of :meth:`input_params`; None: those of an untrained model.
         """
@@ -330,24 +330,24 @@ class Encoding:
     def start_from_embeddings(
         self, params: dict[str, Array], layer: Layer
     ) -> tuple[State | None, dict[str, Array]]:
-        """State entering the first layer, made from the embeddings, in place of :meth:`start`'s.
+        """Returns the state entering the first layer, from the embeddings, not :meth:`start`.
 
         Args:
           params: of :meth:`input_params`.
-          layer: a layer that the embeddings enter; without queries and keys.
+          layer: a layer whose input is the embeddings; without queries and keys.
 
         Returns:
-          The state, None for that of :meth:`start`; and what is to be kept of the new tokens, as
+          The state, None for that of :meth:`start`; and the arrays to keep of the new tokens, as
           :attr:`Terms.kept`.
         """
         return None, {}
 
     def locate(self, state: State, coordinates: Array) -> State:
-        """The state entering the first layer with what :meth:`coordinates` says of its tokens."""
+        """Returns the state entering the first layer, with its tokens' :meth:`coordinates`."""
         return state
 
     def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
-        """The start state with all axes that an updating layer gives it, tokens being ``shape``."""
+        """Returns the start state with all axes of an updated one, for tokens of this ``shape``."""
         return state
 
     def rotation(self, state: State) -> tuple[Array | None, Array | None]:
@@ -395,16 +395,16 @@ class Encoding:
         sharding: Sharding | None = None,
         implementation: str | Sequence[str] | None = None,
     ) -> State:
-        """State leaving a layer, from the one entering it.
+        """Returns the state leaving a layer.
 
         Args:
           params: this layer's, as :meth:`layer_params` describes them.
           state: the state entering the layer.
           attended: ``a = A e`` of this layer, or None unless ``attends_state``.
           x: the MLP's output before its residual addition, ``[..., T, hidden]``.
-          sharding: given on a mesh: how arrays are split over it, for an encoding that wants to say
-            where its sums are made. The result's arrays ``[B, T, H_kv, ...]`` are split by heads.
-          implementation: given where the model names one, of :attr:`update_implementations`.
+          sharding: on a mesh, how arrays are split over it, for an encoding that places its own
+            sums. The result's arrays ``[B, T, H_kv, ...]`` are split by heads.
+          implementation: one of :attr:`update_implementations`, if the model names one.
         """
         return state
 
@@ -412,8 +412,8 @@ class Encoding:
         """Returns the term that a training step adds to its loss, or None.
 
         Args:
-          params: those of :meth:`layer_params`, of every layer or, where layers are scanned, of
-            every run of like layers, with an axis of layers in front.
-          progress: share of the training that is done, in [0, 1].
+          params: those of :meth:`layer_params`, one mapping per layer or, if layers are scanned,
+            per run of like layers, with a leading axis of layers.
+          progress: share of the training done, in [0, 1].
         """
         return None

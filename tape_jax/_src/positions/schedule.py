@@ -1,4 +1,4 @@
-"""A schedule: layers of one model with unlike encodings."""
+"""A schedule: layers of one model with different encodings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tape_jax._src.positions.protocol import Encoding, OfLayer, Param, State
 
 Array = jax.Array
 
-# What a schedule has no place for: it begins at the first layer.
+# Methods that a schedule, which begins at the first layer, lacks.
 BEFORE_LAYERS = ("embed", "coordinates", "start_from_embeddings", "locate")
 
 
@@ -31,20 +31,19 @@ class Layers(Encoding):
     >>> Layers("rope", every={4: "none"}).kind
     'rope/rope/rope/none'
 
-    Equal encodings have one position state, whatever windows, biases or decays act beside them:
-    ``tape+window`` and ``tape`` share it. Only their layers read and update it. So the last of them
-    in a model updates nothing, and a layer that is to read the state that TAPE has updated needs
-    TAPE itself.
+    Equal encodings share one position state, whatever windows, biases or decays act beside them:
+    ``tape+window`` and ``tape`` share it. Only their layers read and update it. So the last of
+    these layers updates nothing, and a layer needs TAPE itself to read the state that TAPE updated.
 
     Attributes:
-      encodings: the pattern: encodings, or what :func:`create` makes them of.
-      every: of each ``n``-th layer, counted from 1, another one; of several the one with the
-        largest ``n``.
+      encodings: the pattern: encodings, or arguments of :func:`create` for them.
+      every: maps ``n`` to the encoding of every ``n``-th layer, counted from 1; the largest ``n``
+        wins.
 
     Raises:
       ValueError: for an encoding that also acts before the first layer, such as ``sinusoidal``, or
-        encodings that take unlike numbers of coordinates; if a model is so short that it would
-        leave out one of the encodings.
+        encodings that take different numbers of coordinates; if a model is too short to use all of
+        the encodings.
     """
 
     encodings: Any
@@ -106,7 +105,7 @@ class Layers(Encoding):
 
     @property
     def state_parts(self) -> tuple[Encoding, ...]:
-        """The distinct encodings that states are of, in the order of the states."""
+        """The distinct encodings that own states, in the order of the states."""
         return tuple(dict.fromkeys(x.state_part for x in self.encodings))
 
     @property
@@ -188,7 +187,7 @@ class Layers(Encoding):
         return min((n for n in limits if n is not None), default=None)
 
     def input_params(self, sizes: Sizes) -> dict[str, Param]:
-        """Those of each state, behind the number of the pattern's first entry that has it."""
+        """Each state's, prefixed with the index of the pattern's first entry that has it."""
         return {
             f"{self._first(encoding)}_{name}": spec
             for encoding in self.state_parts
@@ -238,20 +237,20 @@ class Layers(Encoding):
 
 
 def create(position: Any, **options: Any) -> Encoding:
-    """An encoding, or a schedule of them.
+    """Creates an encoding, or a schedule of them.
 
     Args:
       position: an encoding; its name; a mapping with the name, ``kind``, and options; several of
         these, or names joined by ``+``, for encodings that act together; or names joined by ``/``,
         for a pattern of layers (:class:`Layers`).
-      **options: further ones. Of several encodings, one that the one with a state has too is called
-        after its encoding: ``sinusoidal_base`` beside RoPE. In a schedule every encoding gets those
-        that it has.
+      **options: further options. If several encodings have an option, its name is that of the
+        encoding with a state; prefix the others: ``sinusoidal_base`` beside RoPE. In a schedule
+        every encoding gets the options that it has.
 
     Raises:
       ValueError: for an unknown name or option; the message names the nearest known one. For
-        encodings that do not go together. For an encoding that cannot be hashed: a model, which is
-        a key of compiled programs, could not be.
+        encodings that do not go together. For an encoding that cannot be hashed, since models are
+        keys of compiled programs.
     """
     if isinstance(position, Mapping) and "/" in str(position.get("kind", "")):
         options = {name: x for name, x in position.items() if name != "kind"} | options
@@ -288,7 +287,7 @@ def create(position: Any, **options: Any) -> Encoding:
 
 
 def options_of(encoding: Encoding) -> dict[str, Any]:
-    """``kind`` and all options, from which :func:`create` makes the encoding again."""
+    """Returns ``kind`` and all options, from which :func:`create` makes the encoding again."""
     if isinstance(encoding, Layers):
         return {"kind": encoding.kind, "encodings": [options_of(x) for x in encoding.encodings]}
     return creation.options_of(encoding)

@@ -18,13 +18,13 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class SomeHeads(Encoding):
-    """A bias or a decay for all query heads or, as in a model of so many, for the first ones.
+    """A bias or a decay for all query heads, or for the first ones, as in a model of so many.
 
-    What derives from it describes all heads of the sizes that it is given, by :meth:`head_params`
-    and by :meth:`pair_bias` or :meth:`head_terms`.
+    Subclasses describe all heads of the sizes that they are given, with :meth:`head_params` and
+    with :meth:`pair_bias` or :meth:`head_terms`.
 
     Attributes:
-      on_heads: how many heads have it; None: all.
+      on_heads: number of heads with it; None: all.
 
     Raises:
       ValueError: for ``on_heads`` out of range.
@@ -65,7 +65,7 @@ class SomeHeads(Encoding):
 
 
 def _with_others(terms: Terms, count: int) -> Terms:
-    """The terms with zeros for so many more heads."""
+    """Pads terms with zeros for ``count`` more heads."""
 
     def padded(x: Array, axis: int) -> Array:
         return jnp.pad(x, [(0, count if n == axis % x.ndim else 0) for n in range(x.ndim)])

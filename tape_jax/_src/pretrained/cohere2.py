@@ -70,7 +70,7 @@ def _write(c: ModelConfig) -> Fields | None:
 
 
 def _head_order(c: ModelConfig) -> tuple[int, ...]:
-    """The checkpoint's numbers of a head in our order: there neighbours rotate as pairs."""
+    """The checkpoint's numbers of a head in our order: its pairs are neighbours."""
     return (*range(0, c.dim, 2), *range(1, c.dim, 2))
 
 

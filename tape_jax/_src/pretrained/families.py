@@ -1,7 +1,7 @@
-"""Families of Hugging Face decoders: their configuration's fields in terms of ours, both ways.
+"""Families of Hugging Face decoders: translates their configuration fields to ours and back.
 
-A new family is a file with a :class:`Family`, and a line in :data:`FAMILIES`. The fields that all
-of them share are read in ``llama``.
+A new family is a file with a :class:`Family`, and a line in :data:`FAMILIES`. ``llama`` reads the
+fields that all of them share.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _write_olmo2(c: ModelConfig) -> Fields | None:
 _WINDOWS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
-# In the order in which a model is offered to them when it is saved.
+# In the order in which they are tried when a model is saved.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM", frozenset(("attention_bias", "mlp_bias")), _read_llama, _write_llama
@@ -204,7 +204,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
     """The family that a ``config.json`` names, and its ``model_type``.
 
     Raises:
-      ValueError: if it is not known, or there is a field that the family does not know.
+      ValueError: if the family is unknown, or does not know a field.
     """
     architectures, kind = config.get("architectures") or [], config.get("model_type")
     if kind is None:
@@ -219,7 +219,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
         )
     fields = COMMON | HARMLESS | family.own | {family.eps, family.activation}
     fixed = {name: x for name, x in {**OFF, **family.fixed}.items() if name not in fields}
-    # What is null is as if it were not there.
+    # A null field counts as absent.
     unknown = [name for name, x in config.items() if x is not None and name not in fields]
     unknown = [name for name in unknown if name not in fixed or config[name] != fixed[name]]
     require(
@@ -232,13 +232,13 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def with_defaults(config: Mapping[str, Any], family: Family) -> Fields:
-    """A ``config.json`` with what transformers takes for the fields that it lacks."""
+    """Fills the fields that a ``config.json`` lacks with transformers' defaults."""
     given = {name: x for name, x in config.items() if x is not None or name in SAYS_NONE}
     return {**family.defaults, **given}
 
 
 def writer_of(config: ModelConfig, kind: str | None = None) -> tuple[str, Family, Fields] | None:
-    """The family ``kind``, or the first that can be such a model, and its own fields, or None."""
+    """The family ``kind``, or the first that can describe a model, and its own fields, or None."""
     for name in FAMILIES if kind is None else (kind,):
         fields = FAMILIES[name].write(config)
         if fields is not None:

@@ -13,12 +13,12 @@ from tape_jax._src.positions.fixed.rotary import RopeScaling
 
 Fields = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Encodings that a checkpoint has a place for.
+# Encodings that a checkpoint can describe.
 ROPES = (positions.Rope, positions.Yarn, positions.LongRope)
 ATTENTION, MLP = ("q", "k", "v", "out"), ("gate", "up", "down")
 
-# Fields that say nothing of what a decoder computes: names, token ids, training, caches, types,
-# and how older files say that texts are generated.
+# Fields that do not affect what a decoder computes: names, token ids, training, caches, types,
+# and generation options in older files.
 HARMLESS = frozenset(
     (
         *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path"),
@@ -43,7 +43,7 @@ HARMLESS = frozenset(
         *("return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p"),
     )
 )
-# Fields that every family has, and that are read for all of them.
+# Fields that every family has, and that are always read.
 COMMON = frozenset(
     (
         *("head_dim", "hidden_size", "intermediate_size"),
@@ -55,7 +55,7 @@ COMMON = frozenset(
 )
 
 
-# Values with which a field that a family does not know changes nothing.
+# Values with which a field unknown to a family changes nothing.
 OFF = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -65,7 +65,7 @@ OFF = {
     "partial_rotary_factor": 1,
     "lm_head_bias": False,
     "pruned_heads": {},
-    # Of published files; transformers does not read them.
+    # In published files; transformers does not read them.
     "use_mrope": False,
     "is_llama_config": True,
     "activation": "swiglu",
@@ -73,7 +73,7 @@ OFF = {
     "interpolate_factor": 1,
     "use_bidirectional_attention": False,
 }
-# Options of a model that Llama has not.
+# Options of a model that Llama lacks.
 OPTIONS = (
     *("embedding_scale", "residual_scale", "logits_scaling", "query_scale", "qk_norm", "norms"),
     *("norm", "zero_centered_norms", "parallel_block", "logit_softcap", "final_logit_softcap"),
@@ -92,11 +92,11 @@ class LayerKind(NamedTuple):
     window: int | None
 
 
-# From a config.json, and its rotations by FULL or SLIDING, to the kinds of all layers.
+# Maps a config.json, and its rotations by FULL or SLIDING, to all layers' kinds.
 ReadLayers = Callable[[Mapping[str, Any], Callable[[str], positions.Rope]], list[LayerKind]]
 
 
-# Fields of which null says that there is none; of others it is as if they were not there.
+# Fields in which null means none; in others, null counts as absent.
 SAYS_NONE = frozenset(
     (
         *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -112,17 +112,17 @@ class Family:
     Attributes:
       architecture: its name in ``architectures``.
       own: the fields of its ``config.json`` that the others lack.
-      read: from ``config.json`` to fields of :class:`tape_jax.ModelConfig`.
-      write: the other way; None if the family cannot be such a model.
-      defaults: what transformers takes for fields that are absent, where it is not Llama's.
-      names: of tensors, by the paths of our parameters, where they are not Llama's. Parameters of
-        one name are rows of one tensor, in the order of Llama's names.
-      layers: from ``config.json``, what its layers are where they differ; None: they are alike.
-      head_order: of our model, which numbers of a checkpoint's head ours are, where rotation pairs
-        others; None: the same.
+      read: maps ``config.json`` to fields of :class:`tape_jax.ModelConfig`.
+      write: the inverse; returns None if the family cannot describe the model.
+      defaults: transformers' values for absent fields, if they are not Llama's.
+      names: of tensors, by the paths of our parameters, if they are not Llama's. Parameters of one
+        name are rows of one tensor, in the order of Llama's names.
+      layers: maps ``config.json`` to the kinds of its layers if they differ; None: they are alike.
+      head_order: maps our model to the numbers of a checkpoint's head in our order, if rotation
+        pairs others; None: the same.
       eps, activation: the fields of the norms' epsilon and of the MLP's activation.
-      fixed: values that fields of its own must have, if they are there.
-      rope_kinds: names of rotary scalings that mean others here.
+      fixed: values that fields of its own must have, if present.
+      rope_kinds: names of rotary scalings that have another meaning here.
     """
 
     architecture: str
@@ -155,12 +155,12 @@ def number(given: Mapping[str, Any], name: str, default: float | None = None) ->
 
 
 def number_or_none(given: Mapping[str, Any], name: str) -> float | None:
-    """A number of ``config.json`` as by :func:`number`, or None if it is null or absent."""
+    """A number of ``config.json`` as :func:`number` reads it, or None if null or absent."""
     return None if given.get(name) is None else number(given, name)
 
 
 def before_own(window: Any) -> int | None:
-    """Keys before a token's own that ``sliding_window`` lets it see, which counts the own too."""
+    """Keys before its own that a token sees with ``sliding_window``, which counts its own too."""
     if window is None:
         return None
     require(
@@ -171,7 +171,7 @@ def before_own(window: Any) -> int | None:
 
 
 def slides(config: Mapping[str, Any], default: Callable[[int], bool]) -> list[bool]:
-    """Returns which layers have the window: as ``layer_types`` says, or else by a rule."""
+    """Returns which layers have the window, by ``layer_types`` or else by a rule."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
         return [default(layer) for layer in range(layers)]
@@ -200,7 +200,7 @@ def one_rope(rope: Callable[[str], positions.Rope]) -> positions.Rope:
 
 
 def period_of(config: Mapping[str, Any], names: Sequence[str], default: int) -> int:
-    """Returns the period of layers of another kind; ValueError if it is no positive integer."""
+    """Returns the period of layers of another kind; ValueError unless a positive integer."""
     name = next((name for name in names if config.get(name) is not None), None)
     return default if name is None else positive(f"config.json: {name}", config[name])
 
@@ -211,7 +211,7 @@ def layer_types(layers: Sequence[LayerKind]) -> list[str]:
 
 
 def position_of(layers: Sequence[LayerKind]) -> Fields:
-    """Fields of :class:`tape_jax.ModelConfig` that say what its layers are."""
+    """Fields of :class:`tape_jax.ModelConfig` that describe its layers."""
     windows = {layer.window for layer in layers}
     shared = windows.pop() if len(windows) == 1 else None
     entries = [
@@ -229,7 +229,7 @@ def position_of(layers: Sequence[LayerKind]) -> Fields:
 
 
 def layers_of(c: ModelConfig) -> list[LayerKind] | None:
-    """Inverse of :func:`position_of`; None for encodings that no checkpoint has a place for."""
+    """Inverse of :func:`position_of`; None for encodings that checkpoints cannot describe."""
     found = []
     for encoding, _, _ in c.position.of_layers(c.num_layers):
         ropes = [x for x in encoding.members if type(x) in ROPES]
@@ -245,7 +245,7 @@ def layers_of(c: ModelConfig) -> list[LayerKind] | None:
 
 
 def main_rope(layers: Sequence[LayerKind]) -> positions.Rope:
-    """The rotation of layers that see all tokens or, where none rotates, of the first that does."""
+    """The rotation of layers that see all tokens or, if none rotates, of the first that does."""
     rotated = [layer for layer in layers if layer.rope is not None]
     found = next((x.rope for x in rotated if x.window is None), rotated[0].rope)
     assert found is not None
@@ -283,7 +283,7 @@ def scaling_to_json(scaling: RopeScaling) -> Fields | None:
 
 
 def is_plain(c: ModelConfig, *own: str, **wanted: Any) -> bool:
-    """Returns whether a model has nothing that Llama lacks, but for fields of the family's own.
+    """Returns whether a model has nothing that Llama lacks, except the family's own fields.
 
     With ``"window"`` among them layers may have one, with ``"layers"`` differ in it and rotation.
     """

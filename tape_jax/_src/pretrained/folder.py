@@ -1,8 +1,8 @@
-"""Folders of safetensors: what is in them, checked before anything is read, and writing them.
+"""Folders of safetensors: checks their content before reading, and writes them.
 
 The safetensors package checks each file. Values are then read, and files written, tensor by tensor:
-a mapped file would stay in memory as far as it was read, and the package writes from a dict that
-holds all of a file.
+the read parts of a mapped file would stay in memory, and the package writes from a dict that holds
+all of a file.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Folder:
 
     Attributes:
       path: the folder.
-      config: what ``config.json`` says.
+      config: the content of ``config.json``.
       files: its safetensors files.
-      index: what the index says; None where there is one file and no index.
+      index: the content of the index; None for one file without index.
     """
 
     path: Path
@@ -130,8 +130,8 @@ def read_folder(path: str | os.PathLike) -> Folder:
     """Reads the configuration of a checkpoint and the headers of its files, but no values.
 
     Raises:
-      ValueError: if it is no checkpoint, lacks a file, or has a damaged one; if its index leads out
-        of it, or disagrees with the files.
+      ValueError: if it is not a checkpoint, lacks a file, or has a damaged one; if its index leads
+        out of it, or disagrees with the files.
       NotImplementedError: if safetensors is not installed.
     """
     folder = Path(path)
@@ -161,7 +161,7 @@ def read_folder(path: str | os.PathLike) -> Folder:
 
 
 def _read_shards(folder: Path, index: dict[str, Any]) -> tuple[File, ...]:
-    """The files that an index lists, each with just the tensors that it promises."""
+    """The files that an index lists, each with exactly the tensors that it promises."""
     mapping = index.get("weight_map")
     require(
         isinstance(mapping, dict)
@@ -191,11 +191,11 @@ def _read_shards(folder: Path, index: dict[str, Any]) -> tuple[File, ...]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file of that name in the folder.
+    """Returns the file of that name in the folder.
 
     Raises:
       ValueError: if that is not a plain name, or a link out of the folder. The download cache of
-        huggingface_hub is let pass, where ``snapshots/*/NAME`` links to ``blobs/*``.
+        huggingface_hub is allowed: its ``snapshots/*/NAME`` links to ``blobs/*``.
     """
     require(
         Path(name).name == name and name not in ("", ".", "..") and "\0" not in name,
@@ -216,7 +216,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-      ValueError: if it is no object, or a name is in it twice.
+      ValueError: if it is not an object, or has a name twice.
     """
     try:
         return _parse(path.read_bytes())
@@ -240,7 +240,7 @@ def read_header(path: Path) -> File:
     """Reads the header of a safetensors file, but no values.
 
     Raises:
-      ValueError: if it is no safetensors file, is damaged, or has a tensor twice.
+      ValueError: if it is not a safetensors file, is damaged, or has a tensor twice.
       NotImplementedError: if safetensors is not installed.
     """
     try:
@@ -302,10 +302,10 @@ def write_file(path: Path, chunks: Iterable[bytes | np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to be filled, which takes the name ``path`` when the block ends without an error.
+    """A folder to be filled, renamed to ``path`` when the block ends without an error.
 
     Raises:
-      ValueError: if ``path`` exists and is no empty folder.
+      ValueError: if ``path`` exists and is not an empty folder.
     """
     free = not os.path.lexists(path) or (
         path.is_dir() and not path.is_symlink() and not any(path.iterdir())
@@ -331,12 +331,12 @@ def _remove(folder: Path) -> None:
 
 
 def check(folder: Folder, wanted: Mapping[str, tuple[int, ...]], known: Callable[[str], bool]):
-    """Raises ValueError, with all that is wrong, unless the folder holds the wanted tensors.
+    """Raises ValueError, with all faults, unless the folder holds the wanted tensors.
 
     Args:
       folder: the checkpoint.
       wanted: shapes by name.
-      known: whether a tensor that is not wanted may be there.
+      known: says whether a tensor that is not wanted is allowed.
     """
     where = folder.where
     problems = [("missing: ", name, "") for name in wanted if name not in where]
@@ -355,7 +355,7 @@ def check(folder: Folder, wanted: Mapping[str, tuple[int, ...]], known: Callable
 
 
 def _by_layers(problems: Iterable[tuple[str, str, str]]) -> list[str]:
-    """One line for what is said alike of a tensor in several layers, such as ``layers.0-3,7.``."""
+    """Joins equal messages about a tensor in several layers, such as ``layers.0-3,7.``."""
     layers: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
     for before, name, after in problems:
         found = re.fullmatch(r"(?:(.*?\.)(\d+)(?=\.))?(.*)", name)

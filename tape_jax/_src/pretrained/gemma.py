@@ -63,7 +63,7 @@ def _read2(config: Mapping[str, Any]) -> Fields:
 
 
 def _read3(config: Mapping[str, Any]) -> Fields:
-    # There transformers has the bound of attention's logits, but does not apply it.
+    # There, transformers has the bound of attention's logits, but does not apply it.
     return {**_read(config), "qk_norm": "head"}
 
 
@@ -103,7 +103,7 @@ def _write(c: ModelConfig, *own: str, **wanted: Any) -> Fields | None:
 
 
 def _square(scale: float) -> float:
-    """The number of which ``scale`` is one over the root, an integer if that is one."""
+    """``scale ** -2``, as an integer if it is one."""
     whole = round(scale**-2)
     return whole if whole > 0 and whole**-0.5 == scale else scale**-2
 

@@ -1,4 +1,4 @@
-"""Descriptions of Hugging Face decoders in the terms of this library, and back."""
+"""Translates descriptions of Hugging Face decoders to those of this library, and back."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ NAMES = {
     "head/kernel": "lm_head.weight",
 }
 EMBEDDING, HEAD = NAMES["embedding"], NAMES["head/kernel"]
-# What has the numbers of heads that rotate, as its last axis.
+# Parameters whose last axis has the numbers of heads that rotate.
 ROTATED = re.compile(r"layers/attention/[qk](_norm)?/(kernel|bias|scale)")
 
-# Fields of config.json without which there is no model, and this library's names for them.
+# Fields of config.json that a model needs, and this library's names for them.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -100,20 +100,20 @@ ROPE_KINDS = {
 }
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 
-# What transformers takes where config.json says nothing.
+# The defaults of transformers for absent fields of config.json.
 DEFAULT_LENGTH = 2048
 DEFAULT_BASE = 10_000.0
 DEFAULT_EPS = 1e-6
 
 
 def is_buffer(name: str) -> bool:
-    """Returns whether a tensor holds rotary frequencies: old files have them, nobody reads them."""
+    """Returns whether a tensor holds rotary frequencies, which old files have and nobody reads."""
     return re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of the model, and the tensors of a checkpoint that make it.
+    """A parameter of the model, and the checkpoint tensors that make it.
 
     Attributes:
       path: in the parameters, such as ``layers_0/mlp/up/kernel``.
@@ -121,8 +121,8 @@ class StoredParameter:
       tensors: names of its tensors, one for each layer.
       stacked: whether the parameter has a leading axis of layers.
       transposed: whether the tensors are ``[out, in]``, and the parameter ``[..., in, out]``.
-      rows: where it has only some rows of each tensor, the first of them, and how many there are.
-      order: numbers of each head of the tensors in the order of the parameter's; None: the same.
+      rows: if it has only some rows of each tensor, the first of them, and their number.
+      order: numbers of each head of the tensors in the parameter's order; None: the same.
     """
 
     path: str
@@ -145,7 +145,7 @@ class StoredParameter:
         return self.part_shape if self.rows is None else (self.rows[1], *self.part_shape[1:])
 
     def ordered(self, part: np.ndarray, *, back: bool = False) -> np.ndarray:
-        """Rows of a tensor in the order of the parameter's, or those of the parameter ``back``."""
+        """Puts rows of a tensor into the parameter's order or, with ``back``, the reverse."""
         if self.order is None:
             return part
         order = np.argsort(self.order) if back else np.array(self.order)
@@ -154,11 +154,11 @@ class StoredParameter:
 
 
 def parameters(model: Transformer, family: Family) -> list[StoredParameter]:
-    """The parameters of a model that has a family's alone, in the order of ``NAMES``."""
+    """The parameters of a model with only a family's parameters, in the order of ``NAMES``."""
     names, order = {**NAMES, **family.names}, None
     if family.head_order is not None:
         order = family.head_order(model.config)
-    # Types play no part in shapes, and 64-bit ones may be disabled.
+    # Types do not affect shapes, and 64-bit ones may be disabled.
     plain = replaced(model, dtype="float32", param_dtype="float32", state_dtype=None)
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     key = jax.eval_shape(functools.partial(jax.random.key, 0))
@@ -194,12 +194,12 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
 
     Args:
       config: its content; rotary parameters in the form of transformers 5 (``rope_parameters``) or
-        of the versions before (``rope_theta`` and ``rope_scaling``).
-      **fields: of :class:`tape_jax.ModelConfig`, about which config.json says nothing.
+        of earlier versions (``rope_theta`` and ``rope_scaling``).
+      **fields: those of :class:`tape_jax.ModelConfig` that config.json does not have.
 
     Raises:
-      ValueError: if it describes a family that is not known, has a field that its family does not
-        know, lacks a size, or has a rotary scaling that is not known.
+      ValueError: if it describes an unknown family, has a field unknown to its family, lacks a
+        size, or has an unknown rotary scaling.
     """
     _, family = family_of(config)
     config = with_defaults(config, family)
@@ -235,11 +235,11 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
 def _rope(
     config: Mapping[str, Any], kind: str = FULL, *, part: bool, kinds: Mapping[str, str]
 ) -> positions.Rope:
-    """The rotation; which field wins over which is as in transformers 5.
+    """The rotation; fields take precedence as in transformers 5.
 
     Args:
       config: the content of ``config.json``.
-      kind: of layers, where they differ in it.
+      kind: of layers, if they differ in it.
       part: whether a part of each head may rotate.
       kinds: of scalings, by the family's names.
     """
@@ -312,7 +312,7 @@ def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def _yarn_magnitude(factor: float, given: Mapping[str, Any]) -> float | None:
-    """Factor on the states where it is not YaRN's own, else None."""
+    """Factor on the states if it is not YaRN's own, else None."""
     if "attention_factor" in given:
         return number(given, "attention_factor")
     above, below = given.get("mscale"), given.get("mscale_all_dim")
@@ -329,10 +329,10 @@ def _list(given: Mapping[str, Any], name: str) -> tuple[Any, ...]:
 
 
 def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, Fields]:
-    """The family ``kind``, or the first that can be such a model, its name and its own fields.
+    """The family ``kind``, or the first that can describe the model, its name and own fields.
 
     Raises:
-      ValueError: if a checkpoint cannot say all that the model is.
+      ValueError: if a checkpoint cannot describe all of the model.
     """
     advice = "save what was trained with tape_jax.adapt.save_adapter instead"
     c, encoding = model.config, model.encoding
@@ -400,10 +400,10 @@ def _described(c: ModelConfig) -> str:
 def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
     """The ``config.json`` of a model, in the form that every version of transformers reads.
 
-    It names the family ``kind``, or the first that can be such a model.
+    It names the family ``kind``, or the first that can describe the model.
 
-    The length that a model was trained for is known where its scaling or ``max_length`` says it;
-    elsewhere it is the default of transformers.
+    The length that a model was trained for is known if its scaling or ``max_length`` says it;
+    otherwise it is transformers' default.
     """
     kind, family, own = written(model, kind)
     c = model.config
@@ -422,7 +422,7 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
         "max_position_embeddings": _length(c, scaling),
         "rope_theta": base,
         **({} if "rope_parameters" in own else {"rope_scaling": scaling_to_json(scaling)}),
-        # What some families have is beyond smaller vocabularies.
+        # The ids that some families have exceed smaller vocabularies.
         "pad_token_id": None,
         **own,
     }

@@ -1,4 +1,4 @@
-"""Loading a checkpoint, tensor by tensor, on to the devices."""
+"""Loads a checkpoint, tensor by tensor, on to the devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tape_jax._src.pretrained.llama import (
 )
 
 Array = jax.Array
-# Not the library's own, which is a mesh with rules.
+# jax's, not the library's own, which is a mesh with rules.
 JaxSharding = jax.sharding.Sharding
 Index = tuple[slice, ...]
 
@@ -59,31 +59,30 @@ def from_pretrained(
     sharding: JaxSharding | Callable[[str, tuple[int, ...]], JaxSharding | None] | Any = None,
     **options: Any,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The model of a Hugging Face folder, of Llama and its relatives, and its variables.
+    """Loads a model of Llama or its relatives, and its variables, from a Hugging Face folder.
 
     Tensors are read one by one, and each goes straight to its place in the (stacked, sharded)
-    parameters: what is needed beyond the parameters is about one tensor. Of other processes'
-    shards nothing is kept.
+    parameters, so the extra memory is about one tensor. Other processes' shards are not kept.
 
     Args:
       path: a folder with ``config.json`` and safetensors, single or with an index.
       dtype: type of the parameters and of the computation; None: every parameter as it is stored,
-        and the computation in the type that most of them have.
+        and the computation in the most common type.
       sharding: where the parameters go: one ``jax.sharding.Sharding`` for all; a function of a
         parameter's path, such as ``"layers_0/mlp/up/kernel"``, and shape; or a tree of them like
-        the variables. None, also in place of one: the default device.
+        the variables. None, also for one parameter: the default device.
       **options: how the model is computed: ``attention_implementation``, ``max_length``,
-        ``remat``, ``scan_layers`` or ``state_dtype`` of :class:`tape_jax.ModelConfig`. The length
-        of ``config.json`` is no limit, as in transformers, unless it is given as ``max_length``.
+        ``remat``, ``scan_layers`` or ``state_dtype`` of :class:`tape_jax.ModelConfig`. As in
+        transformers, the length of ``config.json`` is not a limit, unless given as ``max_length``.
 
     Returns:
-      The model, with the encoding ``rope`` or, where layers differ, a schedule, and ``{"params":
-      ...}`` as ``model.init`` gives them.
+      The model, with the encoding ``rope`` or, if layers differ, a schedule, and ``{"params":
+      ...}`` as ``model.init`` returns them.
 
     Raises:
-      ValueError: if the folder is no checkpoint, is damaged, incomplete or of another architecture,
-        or has a rotary scaling that is not known; if an option is unknown, or a sharding does not
-        fit.
+      ValueError: if the folder is not a checkpoint, is damaged, incomplete or of another
+        architecture, or has an unknown rotary scaling; if an option is unknown, or a sharding does
+        not fit.
       NotImplementedError: if safetensors is not installed.
     """
     folder = read_folder(path)
@@ -97,7 +96,7 @@ def from_pretrained(
     places = _places(wanted, sharding)
     if config.tie_embeddings and HEAD in folder.where:
         _check_tied(folder)
-    # What takes the most memory in passing comes while there is the most left.
+    # Parameters that need the most temporary memory come first, when most is free.
     largest_first = sorted(wanted, key=lambda p: -int(np.prod(p.tensor_shape)))
     params = {p.path: _load(folder, p, types[p.path], places[p.path]) for p in largest_first}
     return model, {"params": unflatten_dict(params, sep="/")}
@@ -105,14 +104,14 @@ def from_pretrained(
 
 @typed
 def pretrained_config(path: str | os.PathLike, **options: Any) -> ModelConfig:
-    """The description of the model that :func:`from_pretrained` gives; no tensor is read.
+    """Returns the config of the model that :func:`from_pretrained` loads; reads no tensor.
 
     Args:
       path: a folder with ``config.json`` and safetensors.
-      **options: those of :func:`from_pretrained`, but ``dtype`` and ``sharding``.
+      **options: those of :func:`from_pretrained`, except ``dtype`` and ``sharding``.
 
     Raises:
-      ValueError: if the folder is no checkpoint or of another architecture, or an option is
+      ValueError: if the folder is not a checkpoint or of another architecture, or an option is
         unknown.
     """
     return _config(read_folder(path), None, options)
@@ -226,7 +225,7 @@ def _load(
             else:
                 piece = _converted(piece, dtype, transposed=parameter.transposed)
             arrays[device] = piece
-        # Without waiting, tensors would be read faster than they are used up.
+        # Without waiting, tensors would be read faster than they are used.
         jax.block_until_ready(list(arrays.values()))
     if sharding is None:
         return arrays[None]

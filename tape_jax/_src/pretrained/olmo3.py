@@ -30,8 +30,8 @@ OLMO_NORMS = {
     "layers/attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
 }
-# What transformers 5 takes for sliding layers where a file does not say the base of each kind, as
-# files of transformers 4 do not.
+# The base that transformers 5 takes for sliding layers if a file does not say each kind's, like
+# files of transformers 4.
 USUAL_BASE = 500_000.0
 
 

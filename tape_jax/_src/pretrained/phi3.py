@@ -41,7 +41,7 @@ def _write(c: ModelConfig) -> Fields | None:
 
 
 def _head_order(c: ModelConfig) -> tuple[int, ...]:
-    """The checkpoint's numbers of a head in our order: there the first ones rotate by halves."""
+    """The checkpoint's numbers of a head in our order: its first ones rotate by halves."""
     share = main_rope(layers_of(c) or []).partial_rotary_factor
     turning = int(c.dim * share)
     require(
@@ -66,6 +66,6 @@ PHI3 = Family(
         **{f"layers/mlp/{x}/kernel": f"{_LAYER}mlp.gate_up_proj.weight" for x in ("gate", "up")},
     },
     head_order=_head_order,
-    # As transformers has it for files of its first versions.
+    # As in transformers, for files of its first versions.
     rope_kinds={"su": "longrope", "yarn": "longrope"},
 )

@@ -1,4 +1,4 @@
-"""Saving a model as a Hugging Face folder, tensor by tensor."""
+"""Saves a model as a Hugging Face folder, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tape_jax._src.pretrained.loading import check_tensors
 
 MAX_SHARD_SIZE = 5_000_000_000
 
-# Files of a checkpoint that say nothing about its parameters and go along with it.
+# Files of a checkpoint that are unrelated to its parameters and copied with it.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -92,26 +92,26 @@ def save_pretrained(
 ) -> None:
     """Writes a model as a Hugging Face folder, all at once or not at all.
 
-    The folder is of the family of ``like`` or, without it, of the first that can be such a model.
+    The folder is of the family of ``like`` or, without it, the first that can describe the model.
 
     Args:
-      path: the folder; it must not exist, or be empty.
+      path: the folder; it must not exist, or must be empty.
       model: a model with the encoding ``rope`` or ``yarn``, or a schedule of it, windows and layers
-        without rotation, and nothing that no family has.
+        without rotation, and only options that some family has.
       variables: its variables; arrays of jax, sharded or not, or of numpy.
       like: a checkpoint of the same tensors, such as the one that the model was loaded from. Its
         shards, their order and metadata, its ``config.json`` as far as the model agrees, its
-        tokenizer and its ``generation_config.json`` are taken over: what was loaded and not changed
-        is written byte for byte as it was.
-      dtype: type to write all parameters in. None: the types of ``like``, where no value may be
-        lost by that, or else each parameter's own.
+        tokenizer and its ``generation_config.json`` are copied: unchanged values are written byte
+        for byte as they were.
+      dtype: type to write all parameters in. None: the types of ``like``, if no value is lost by
+        that, or else each parameter's own.
       config: further fields of ``config.json``, such as ``eos_token_id``.
       max_shard_size: without ``like``, the size in bytes beyond which a file is split.
 
     Raises:
-      ValueError: if a Llama checkpoint has no place for something that the model has, the variables
+      ValueError: if a Llama checkpoint cannot describe something that the model has, the variables
         are not the model's, ``like`` has other tensors, a type does not hold the values, or the
-        folder has something in it.
+        folder is not empty.
       NotImplementedError: if safetensors is not installed, or a parameter is spread over several
         processes.
     """
@@ -193,7 +193,7 @@ def _fetchers(
 
 
 def _joined(parts: list[Callable[[], np.ndarray]], dtype: str) -> Callable[[], np.ndarray]:
-    """Brings a tensor to the host, of one part or of several, one below the other."""
+    """Brings a tensor of one part, or of several stacked by rows, to the host."""
     if len(parts) == 1:
         return parts[0]
     return lambda: np.concatenate([part().astype(DTYPES[dtype], copy=False) for part in parts])
@@ -206,7 +206,7 @@ def _fetcher(leaf: Any, parameter: StoredParameter, layer: int) -> Callable[[], 
 
 
 def _pick(leaf: Any, layer: Any, *, stacked: bool, transposed: bool) -> Any:
-    """A tensor of a checkpoint, from the parameter that it is part of."""
+    """A tensor of a checkpoint, from the parameter that contains it."""
     x = leaf[layer] if stacked else leaf
     return x.T if transposed else x
 
@@ -302,7 +302,7 @@ def _describe(
 
 
 def _with_fields(described: dict[str, Any], fields: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``config.json`` with further fields, none of which may change what it means."""
+    """``config.json`` with further fields, which must not change its meaning."""
     fields = dict(fields or {})
     result = {**described, **fields}
     types = ("dtype", "torch_dtype")
@@ -321,7 +321,7 @@ def _companions(source: Folder, described: Mapping[str, Any]) -> list[str]:
 
 
 def _index(plans: list[FilePlan], source: Folder | None) -> bytes | None:
-    """The content of the index, or None if there is to be none."""
+    """The content of the index, or None if none is needed."""
     if source is None and len(plans) == 1:
         return None
     old: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Measurements of this machine, in a file of the user's cache folder, and the choice by them.
+"""Keeps this machine's measurements in the user's cache folder, and chooses by them.
 
-One file holds all that was measured on one kind of device with one state of everything that may
-change the outcome: versions, the driver, flags of the compiler, the code of the implementations.
-It is read at the first call of a process and not again, so that all of its programs agree.
+One file holds the measurements for one kind of device and one state of everything that may
+change the outcome: versions, the driver, compiler flags, the code of the implementations.
+A process reads it only at its first call, so that all its programs agree.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class CallShape:
 
     @classmethod
     def of(cls, request: Request) -> CallShape | None:
-        """The shape of a call on one device; None if it has far more keys than queries.
+        """Return the shape of a call on one device; None if it has far more keys than queries.
 
         The shares that a mesh gives to a device are counted by the rules of the call's sharding.
         """
@@ -202,7 +202,7 @@ def folder() -> Path:
 
 
 def path() -> Path:
-    """The file of this machine; it need not be there."""
+    """Return this machine's file, which may not exist."""
     digest = hashlib.sha256(json.dumps(key(), sort_keys=True).encode()).hexdigest()
     return folder() / f"{_slug()}-{digest[:12]}.json"
 
@@ -368,9 +368,9 @@ _agreed: str | None = None
 
 @functools.cache
 def known() -> tuple[Table, str]:
-    """Return the measurements, read once, and why there is nothing for a call not in them.
+    """Return the measurements, read once, and a note for calls not in them.
 
-    Files that do not count are named in a warning.
+    A warning names files that do not count.
     """
     if _agreed is not None:
         return _known(loads(_agreed, check=False) if _agreed else None)
@@ -399,16 +399,16 @@ def _known(table: Table | None) -> tuple[Table, str]:
 
 
 def forget() -> None:
-    """Lets the next call read the file again. Programs compiled before stay as they are."""
+    """Lets the next call read the file again. Compiled programs do not change."""
     adopt(None)
 
 
 def agree() -> None:
-    """Lets all processes go by what the first one has measured.
+    """Lets all processes use the measurements of the first one.
 
-    All processes call it, before their first call of attention, and outside of ``jax.jit``. Without
-    it several processes go by nothing that was measured: programs that differ would wait for one
-    another for ever.
+    Call it in all processes, before their first attention call and outside ``jax.jit``. Without
+    it, several processes use no measurements: if their programs differed, they would wait for each
+    other forever.
     """
     if jax.process_count() == 1:
         return
@@ -420,7 +420,7 @@ def agree() -> None:
 
 
 def adopt(text: str | None) -> None:
-    """Goes by the content of a file in place of the file; by nothing if it is empty."""
+    """Uses the given content instead of the file; empty content means no measurements."""
     global _agreed
     _agreed = text
     known.cache_clear()
@@ -461,12 +461,12 @@ def ranking(request: Request, default: Callable[[Request], str]) -> Ranking | No
 
 
 def nearest(shape: CallShape, table: Iterable[CallShape]) -> CallShape | None:
-    """The measured shape nearest to another; None if all are of another kind or much longer.
+    """Return the nearest measured shape; None if all are of another kind or much longer.
 
-    Types of other widths, and calls with a state or without, have nothing to say of one another. Of
-    the others those of the nearest head dimension count, and of these the nearest in length; four
-    times the heads count as much as twice the length. A call shorter than half of all of these is
-    not known: what takes time in it is something else.
+    Only shapes of the same type width, and alike with or without a state, compare. Of
+    these, those of the nearest head dimension count, and then the nearest in length; four
+    times the heads count as much as twice the length. A call shorter than half of all these is
+    unknown, because other costs dominate it.
     """
 
     def apart(other: CallShape, name: str) -> float:
@@ -484,9 +484,9 @@ def nearest(shape: CallShape, table: Iterable[CallShape]) -> CallShape | None:
 
 
 def ranked(results: Iterable[Measured], default: str) -> list[Measured]:
-    """Return the implementations that were timed, the best first.
+    """Return the implementations that were timed, best first.
 
-    The default gives way only to what is faster in both directions, by more than noise.
+    Only those faster in both directions, by more than noise, precede the default.
     """
     timed = sorted((x for x in results if x.timed), key=lambda x: (x.score, x.implementation))
     base = next((x for x in timed if x.implementation == default), None)

@@ -1,4 +1,4 @@
-"""Contextual position encoding: positions are counts of what a query lets in."""
+"""Contextual position encoding: positions are counts of keys that a query lets in."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Cope(Encoding):
 
     Query ``i`` lets key ``l`` in by ``g_il = sigmoid(q_i . k_l / sqrt(D))``. The place of key ``j``
     is the sum of the gates of the keys ``j .. i`` that the query sees, at most ``positions - 1``;
-    between whole places vectors are interpolated. To the logit is added ``q_i . e(place) /
-    sqrt(D)``, with vectors that all heads of a layer share. The rotation by another encoding enters
-    the gates with the logits, and not ``q_i . e``.
+    between whole places vectors are interpolated. ``q_i . e(place) / sqrt(D)`` is added to the
+    logit, with vectors that all heads of a layer share. The rotation by another encoding enters the
+    gates with the logits, but not ``q_i . e``.
 
     Attributes:
       positions: number of vectors; None: one more than the model's ``max_length``, as in the
         published code, so that no place is cut.
-      separate_key: gates have keys of their own, a further projection of what enters the layer.
+      separate_key: gates use their own keys, a further projection of the layer's input.
       divide: whether ``q_i . e`` is divided by ``sqrt(D)``.
 
     Raises:
       ValueError: for options out of range; without ``positions`` in a model without ``max_length``;
-        where tokens see later ones, which no place is defined for.
+        if tokens see later ones, which have no place.
     """
 
     kind: ClassVar[str] = "cope"

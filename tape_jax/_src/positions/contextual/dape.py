@@ -26,7 +26,7 @@ class Dape(Encoding):
 
     ``MLP(c) = leaky_relu(c W1 + b1) W2 + b2``, with a slope of 0.01, is applied to each pair of
     tokens: it is given the logits of all heads and then the biases of all heads, and returns a
-    number for each head. Logits come rotated where another encoding rotates, and are not masked.
+    number for each head. Logits are rotated if another encoding rotates, and are not masked.
 
     The MLP's hidden numbers are ``width / heads`` times as many as the logits of a block of rows.
 
@@ -38,7 +38,7 @@ class Dape(Encoding):
     """
 
     acts_on: ClassVar[tuple[str, ...]] = ("logits",)
-    # What the names of the bias's parameters begin with, if not with nothing.
+    # Prefix of the names of the bias's parameters.
     prefix: ClassVar[str] = ""
 
     width: int = 32
@@ -162,12 +162,12 @@ class DapeV2(Dape):
     Attributes:
       width: hidden channels.
       taps: of each convolution, ``n``; odd.
-      published: rows near the end of the text are those of the published code. This takes passes of
+      published: rows near the end of the text are those of the published code. This needs passes of
         whole texts: it cannot decode.
 
     Raises:
-      ValueError: for options out of range; where tokens see later ones; of a cached call that
-        should be as published.
+      ValueError: for options out of range; if tokens see later ones; for a cached call that should
+        be as published.
     """
 
     taps: int = 3
@@ -205,7 +205,7 @@ class DapeV2(Dape):
         ids, key_ids = layer.ids()
         visible, order = rows.visible, None
         if key_ids is not None:
-            # The keys of a segment side by side, as those are that a query sees.
+            # Keys of a segment side by side, as a query sees them.
             order = jnp.argsort(key_ids[:, : logits.shape[-1]], axis=-1, stable=True)
             order = order[:, None, None]
             logits, bias, visible = (

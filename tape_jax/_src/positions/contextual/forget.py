@@ -1,4 +1,4 @@
-"""Forget gates: of each token (FoX, CABLE), or of each pair of a query and a token."""
+"""Forget gates: one per token (FoX, CABLE), or per pair of a query and a token."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Fox(SomeHeads):
     """Forgetting Transformer (Lin et al. 2025, section 3): ``F_i - F_j`` is added to the logits.
 
     ``F_t`` is the sum of ``log f_s`` over ``s <= t``, with forget gates ``f = sigmoid(x W + b)`` of
-    what enters the layer, one for each query head.
+    the layer's input, one for each query head.
 
     Attributes:
       gate: ``full``; ``bias_only``: gates that do not depend on the content, ``sigmoid(b)``;
-        ``fixed``: such that nothing is learned, decays by ``1 / e`` in ``shortest`` to ``longest``
+        ``fixed``: gates that are not learned, decays by ``1 / e`` in ``shortest`` to ``longest``
         tokens, spaced logarithmically over the heads.
-      bias: what ``b`` starts at; the larger, the less is forgotten.
+      bias: initial ``b``; the larger, the less is forgotten.
       shortest, longest: of ``fixed``, in tokens.
-      scaled: the decay is divided by ``sqrt(head_dim)``, as the published code of PaTH with a
-        forget gate has it.
-      on_heads: how many query heads, the first ones, forget; None: all.
+      scaled: the decay is divided by ``sqrt(head_dim)``, as in the published code of PaTH with a
+        forget gate.
+      on_heads: number of query heads, the first ones, that forget; None: all.
 
     Raises:
-      ValueError: for options out of range; where tokens see later ones, which are not forgotten.
+      ValueError: for options out of range; if tokens see later ones, which are not forgotten.
     """
 
     kind: ClassVar[str] = "fox"
@@ -97,10 +97,10 @@ class Cable(Encoding):
     the published code.
 
     Attributes:
-      bias: what ``b`` starts at; the larger, the more is forgotten.
+      bias: initial ``b``; the larger, the more is forgotten.
 
     Raises:
-      ValueError: where tokens see later ones, which are not forgotten.
+      ValueError: if tokens see later ones, which are not forgotten.
     """
 
     kind: ClassVar[str] = "cable"
@@ -130,7 +130,7 @@ class Cable(Encoding):
 
 
 def _forgetting(kind: str, layer: Layer, log_gates: jax.Array) -> Terms:
-    """The decay of logarithms of gates ``[..., T, H]``."""
+    """Returns the decay for logarithms of gates ``[..., T, H]``."""
     layer.require_causal(kind, FAVOURED)
     total = layer.running_sum("log_decay", log_gates)
     decay = total, layer.of_all_keys("log_decay", total)
@@ -143,16 +143,15 @@ class DdaPerRow(Encoding):
 
     From x-transformers (``PerRowDataDependentAlibi``): ``sum_{j <= l < i} post_log_scale * log
     sigmoid(a_i . c_l / sqrt(width))`` is added to the logit of query ``i`` and key ``j``, over the
-    keys ``l`` that the query sees. ``a`` and ``c`` are projections of what enters the layer, for
-    each query head. The key's own gate counts and the query's does not, where FoX has it the other
-    way round.
+    keys ``l`` that the query sees. ``a`` and ``c`` are projections of the layer's input, for each
+    query head. The key's own gate counts and the query's does not; FoX does the opposite.
 
     Attributes:
       width: numbers of ``a`` and ``c`` in each head.
       post_log_scale: factor on the logarithms.
 
     Raises:
-      ValueError: for options out of range; where tokens see later ones, which are not forgotten.
+      ValueError: for options out of range; if tokens see later ones, which are not forgotten.
     """
 
     kind: ClassVar[str] = "dda_per_row"
@@ -170,7 +169,7 @@ class DdaPerRow(Encoding):
         )
 
     def layer_params(self, sizes: Sizes, *, updates: bool):
-        # Between -1 and 1, over the root of the width that it reads, as torch starts it.
+        # Uniform in +- 1 / sqrt(fan_in), as in torch.
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         kernel = Param(
             (sizes.hidden_size, sizes.num_heads * self.width), uniform, ("embed", "heads")

@@ -21,7 +21,7 @@ Array = jax.Array
 
 STEPS = ("softplus", "sigmoid")
 GATES = ("query_key", "key")
-# Directions are divided by their norm, or by this where it is less.
+# Directions are divided by their norm, or by this if it is larger.
 SHORTEST = 1e-6
 
 
@@ -34,7 +34,7 @@ class GrapeAdditive(Encoding):
     queries and keys before any rotation.
 
     Attributes:
-      gate: ``query_key``, or ``key``: the second gate alone; in the published code
+      gate: ``query_key``, or ``key``: only the second gate; in the published code
         ``a-querykeygated`` and ``a-keygated``.
 
     Raises:
@@ -104,16 +104,16 @@ class GrapePath(Encoding):
     """GRAPE-AP (Zhang et al. 2025, arXiv:2512.07805): a bias summed from the key to the query.
 
     ``b_ij = sum_{j < l <= i} slope_h log sigmoid(p_i . rot(n_l) / d)`` over the keys ``l`` that the
-    query sees, with ALiBi's slopes; ``p = x W`` of what enters the layer, ``d`` wide in each head,
-    ``n = p / rms(p)``, and ``rot`` the rotation by ``-l`` radians of every pair of coordinates
-    ``(c, c + d / 2)``, ``l`` being the position. Only one side is rotated, as in the published
-    code, ``ap-v1``, so that biases depend on where positions start.
+    query sees, with ALiBi's slopes; ``p = x W`` of the layer's input, ``d`` wide in each head, ``n
+    = p / rms(p)``, and ``rot`` the rotation by ``-l`` radians of every pair of coordinates ``(c, c
+    + d / 2)``, with position ``l``. Only one side is rotated, as in the published code, ``ap-v1``,
+    so that biases depend on where positions start.
 
     Attributes:
       width: ``d``, even; None: the head dimension.
 
     Raises:
-      ValueError: for a width out of range; where tokens see later ones, to which no path leads.
+      ValueError: for a width out of range; if tokens see later ones, to which no path leads.
     """
 
     kind: ClassVar[str] = "grape_path"
@@ -168,18 +168,18 @@ def _turned(p: Array, positions: Array) -> Array:
 class GrapeMultiplicative(Encoding):
     """Contextual multiplicative GRAPE (Zhang et al. 2025, arXiv:2512.07805): RoPE by content.
 
-    The phase of a token is the sum of ``softplus(x W + b)`` over the tokens before it, itself not
-    among them; frequencies are learned, from RoPE's. Every layer has phases of its own. Positions
-    are not read. As in the published code, ``m-ctx``, the rotation goes backwards, which no logit
-    shows.
+    The phase of a token is the sum of ``softplus(x W + b)`` over the tokens before it, excluding
+    itself; frequencies are learned, starting from RoPE's. Every layer has phases of its own.
+    Positions are not read. As in the published code, ``m-ctx``, the rotation goes backwards, which
+    changes no logit.
 
     Attributes:
       base: of the initial frequencies.
-      per_head: each key/value head has a phase; else one for all.
-      frequencies_per_head: each key/value head has frequencies; else they share them.
+      per_head: one phase per key/value head; else one for all.
+      frequencies_per_head: each key/value head has its own; else they share them.
       initial_step: ``softplus(b)`` at the start, ``W`` being 0.
-      step: ``softplus``; or ``sigmoid``, of ``(x W + b) / sigmoid_scale``, as the published code
-        has it: with the same ``b`` its model starts with steps of 0.39.
+      step: ``softplus``; or ``sigmoid``, of ``(x W + b) / sigmoid_scale``, as in the published
+        code: with the same ``b`` its model starts with steps of 0.39.
       sigmoid_scale: see ``step``.
 
     Raises:

@@ -53,7 +53,7 @@ def dense_products(
 
 
 class Chunks(NamedTuple):
-    """Tokens in ``n`` chunks of ``C``, of which ``T`` is the system ``I + slt(B W W^T)``.
+    """Tokens in ``n`` chunks of ``C``, with the system ``T = I + slt(B W W^T)`` of each.
 
     Attributes:
       entries: ``W`` and ``K`` below one another, ``[n, B, H, 2 C, D]``.
@@ -102,18 +102,18 @@ def products(
 ) -> tuple[Array, Array]:
     """``A_ij`` of some queries and all tokens of the chunks.
 
-    From the last chunk backwards, a query is taken on through the maps of those that it has passed.
+    From the last chunk backwards, each query goes on through the maps of those that it has passed.
 
     Args:
       chunks: of the tokens.
       q: ``[B, H, R, D]``.
       queries: which token each query is, ``[R]``.
       ids: of their segments, ``[B, R]``, or None.
-      needed: booleans ``[n]``: chunks that are passed over if not, as if their tokens were not.
+      needed: booleans ``[n]``; other chunks are skipped, as if their tokens did not exist.
 
     Returns:
-      ``[B, H, R, n * C]``, of meaning where a key is of the query's segment and not after it; and
-      the queries before all chunks, ``[B, H, R, D]``.
+      ``[B, H, R, n * C]``, valid where a key is of the query's segment and not after it; and the
+      queries before all chunks, ``[B, H, R, D]``.
     """
     size = chunks.size
 
@@ -175,8 +175,8 @@ def transported(
 def inverse(system: Array) -> Array:
     """``(I + system)^-1`` of strictly lower triangular matrices ``[..., C, C]``.
 
-    By products alone, ``log C`` times: a solver that calls LAPACK has made compiled gradients wait
-    for ever on a CPU, and a mesh could not split it. Entries of the inverse are at most ``beta``.
+    It uses only products, ``log C`` times: a solver that calls LAPACK made compiled gradients hang
+    on a CPU, and a mesh could not split it. Entries of the inverse are at most ``beta``.
     """
     *lead, size, _ = system.shape
     full = 1 << (size - 1).bit_length()

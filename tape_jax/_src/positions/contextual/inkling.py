@@ -22,7 +22,7 @@ Array = jax.Array
 class RelativeTable(Encoding):
     """Logits ``tau_i (q_i . k_j / D + b_ij)``, ``b_ij = r_i . table[:, i - j]``; 0 where it ends.
 
-    ``r = x W`` is a projection of what enters the layer, for each query head; the heads of a layer
+    ``r = x W`` is a projection of the layer's input, for each query head; the heads of a layer
     share the table. Logits are divided by ``D``, for queries and keys that are normed by head
     (``qk_norm="head"``).
     """
@@ -93,7 +93,7 @@ class RelativeTable(Encoding):
 class Inkling(RelativeTable):
     """Inkling's global layers: ``tau_i (q_i . k_j / D + b_ij)``, ``b_ij = r_i . table[:, i - j]``.
 
-    From the release of transformers 5.24. ``r = x W`` is a projection of what enters the layer, for
+    From the release of transformers 5.24. ``r = x W`` is a projection of the layer's input, for
     each query head; the heads of a layer share the table, and ``b`` is 0 beyond it. ``tau = 1 +
     alpha log(max(n / floor, 1))`` for the ``n``-th position of a segment. Logits are divided by
     ``D`` and not its root: its models norm queries and keys by head (``qk_norm="head"``). No bias
@@ -105,8 +105,8 @@ class Inkling(RelativeTable):
       alpha, floor: of ``tau``; without a floor it is 1.
 
     Raises:
-      ValueError: for options out of range; for positions that are not integers; where tokens see
-        later ones, for which the table has nothing.
+      ValueError: for options out of range; for positions that are not integers; if tokens see later
+        ones, which the table lacks.
     """
 
     kind: ClassVar[str] = "inkling"

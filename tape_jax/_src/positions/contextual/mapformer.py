@@ -1,4 +1,4 @@
-"""MapFormer: rotations that add up what each token does to a position in some space."""
+"""MapFormer: rotations that add up how each token moves a position in some space."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tape_jax._src.positions.protocol import Encoding, Param, State
 
 Array = jax.Array
 
-# PyTorch's of a linear layer: uniform in +- 1 / sqrt(fan_in).
+# PyTorch's for a linear layer: uniform in +- 1 / sqrt(fan_in).
 uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -27,14 +27,14 @@ uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 class MapFormerWM(Encoding):
     """MapFormer with working memory (Rambaud et al. 2025, arXiv:2511.19279): RoPE along a path.
 
-    Each token moves by ``delta = x W_in W_out``, made of its embedding, and the angle of each
+    Each token moves by ``delta = x W_in W_out``, made from its embedding, and the angle of each
     key/value head and frequency is ``omega * sum_{s <= t} delta_s``, the same in all layers.
-    Positions are not read. The formulas are those of a public code, not the authors'.
+    Positions are not read. The formulas are those of public code, not the authors'.
 
     Attributes:
       rank: of the projection.
-      grid: of the places to be told apart the number along one axis: the initial ``omega`` fall
-        geometrically from ``2 pi`` to ``2 pi / grid``.
+      grid: number of distinct places along one axis: the initial ``omega`` fall geometrically from
+        ``2 pi`` to ``2 pi / grid``.
 
     Raises:
       ValueError: for options out of range.
@@ -73,7 +73,7 @@ class MapFormerWM(Encoding):
         return layer.running_sum("path", self.moves(params, layer))
 
     def moves(self, params, layer: Layer) -> Array:
-        """``delta``, by how much each token moves, ``[..., T, H, D/2]``."""
+        """``delta [..., T, H, D/2]``: by how much each token moves."""
         delta = layer.product(params["delta_out"], layer.product(params["delta_in"]))
         return delta.reshape(*delta.shape[:-1], *params["omega"].shape)
 
@@ -94,16 +94,16 @@ class MapFormerWM(Encoding):
 class MapFormerEM(MapFormerWM):
     """MapFormer with episodic memory (Rambaud et al. 2025, arXiv:2511.19279): content times place.
 
-    Content and place are compared apart, and multiplied:
-    ``logit_ij = (q_i . k_j / sqrt(D)) (r_i(q0) . r_j(k0) / sqrt(D))``, with the rotations ``r`` of
-    :class:`MapFormerWM`, and with learned vectors ``q0`` of each head and ``k0`` of each key/value
-    head of a layer.
+    Content and place are compared separately, and multiplied: ``logit_ij = (q_i . k_j / sqrt(D))
+    (r_i(q0) . r_j(k0) / sqrt(D))``, with the rotations ``r`` of :class:`MapFormerWM`, and with
+    learned vectors ``q0`` of each head and ``k0`` of each key/value head of a layer.
 
     Attributes:
       rank, grid: as there.
 
     Raises:
-      ValueError: as :class:`MapFormerWM` does; with a cache, for an initial state that is no pair.
+      ValueError: as :class:`MapFormerWM` does; with a cache, for an initial state that is not a
+        pair.
     """
 
     kind: ClassVar[str] = "mapformer_em"
@@ -117,7 +117,7 @@ class MapFormerEM(MapFormerWM):
         }
 
     def start_from_embeddings(self, params, layer: Layer) -> tuple[State, dict[str, Array]]:
-        """The states of the new tokens and, a second array, of all keys."""
+        """Returns the states of the new tokens and, second, of all keys."""
         state, kept = super().start_from_embeddings(params, layer)
         keys = state
         if layer.kept is not None:

@@ -1,4 +1,4 @@
-"""PaTH: between a key and a query stand the Householder-like maps of the tokens between them."""
+"""PaTH: logits through Householder-like maps of the tokens between a key and a query."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class PathAttention(Encoding):
     """PaTH (Yang et al. 2025, section 3): logits ``q_i^T H_i H_{i-1} ... H_{j+1} k_j / sqrt(D)``.
 
     ``H_t = I - beta_t w_t w_t^T`` with, for each key/value head, ``w = z / sqrt(z^2 + eps)`` and
-    ``beta = beta_max * sigmoid(x W + b)``, of ``z = silu(conv(x W_down W_up))``, ``x`` being what
-    enters the layer. Queries and keys are not rotated. Only for causal attention.
+    ``beta = beta_max * sigmoid(x W + b)``, where ``z = silu(conv(x W_down W_up))`` and ``x`` is the
+    layer's input. Queries and keys are not rotated. Attention must be causal.
 
-    In cached decoding each new token rewrites the keys of those before it: so one token at a time
-    attends as usual, by any implementation. Together with ``fox``, PaTH has a forget gate.
+    In cached decoding each new token rewrites the earlier keys, so one token at a time attends as
+    usual, by any implementation. Together with ``fox``, PaTH has a forget gate.
 
     Attributes:
       rank: of the projection to ``z``; None: a full matrix.
       taps: of the causal convolution of each channel of ``z``, followed by silu; 0: neither.
-      beta_max: what ``beta`` stays below: 1 shrinks, 2 reflects.
+      beta_max: upper bound of ``beta``: 1 shrinks, 2 reflects.
       eps: guards the norm of ``w``.
       chunk: tokens in a chunk of the operator. It changes speed and memory only.
 
     Raises:
-      ValueError: for options out of range; of a call that is not causal.
+      ValueError: for options out of range; for a call that is not causal.
     """
 
     kind: ClassVar[str] = "path"
-    # It makes its logits of queries and keys as they are, by its own scale.
+    # It makes logits from queries and keys as they are, with its own scale.
     acts_on: ClassVar[tuple[str, ...]] = ("state", "scale", "logits")
     reads_positions: ClassVar[bool] = False
     rewrites_keys: ClassVar[bool] = True
@@ -132,7 +132,7 @@ class PathAttention(Encoding):
 def _logits_fn(
     chunks: householder.Chunks, layer: Layer, ids: Array | None
 ) -> Callable[[Array, Any], Array]:
-    """Logits of rows: the operator over new tokens, and what is left of queries over older keys."""
+    """Logits of rows: the operator over new tokens, and the transformed queries over older keys."""
     assert layer.q is not None
     all_q, time = _flat(layer.q, 3), layer.time
     heads, dim = chunks.entries.shape[2], all_q.shape[-1]
@@ -154,7 +154,7 @@ def _logits_fn(
             visible if layer.kept is None else lax.dynamic_slice_in_dim(visible, layer.index, time)
         )
         new = jnp.pad(new, (0, -time % chunks.size)).reshape(-1, chunks.size).any(-1)
-        # Behind all queries there is nothing to do, nor before all that they see.
+        # Chunks after all queries, or before all that they see, need no work.
         needed = lax.cummax(new.astype(jnp.int8)).astype(bool)
         if layer.kept is not None:
             slots = jnp.arange(visible.size, dtype=jnp.int32)

@@ -19,22 +19,22 @@ FORMS = ("swiglu", "linear")
 
 @dataclasses.dataclass(frozen=True)
 class Repo(Encoding):
-    """RePo (Li et al. 2025, arXiv:2512.14391): RoPE at real positions made of the content.
+    """RePo (Li et al. 2025, arXiv:2512.14391): RoPE at real positions made from the content.
 
-    Context re-positioning: the position of a token, for each key/value head, is ``(silu(x W_gate) *
-    (x W_content)) W`` of what enters the layer; neither a sum over tokens nor their order is in it.
+    Context re-positioning: for each key/value head, the position of a token is ``(silu(x W_gate) *
+    (x W_content)) W`` of the layer's input; it involves neither sums over tokens nor their order.
 
     Attributes:
       form: ``swiglu``, as above; ``linear``: ``x W``; in the published code
         ``swigluex_multihead`` and ``multihead_continuous``.
       width: of the gated layer; None: an eighth of the hidden size.
       base: the rotary base.
-      first_layer: from which layer on; those before it have ordinary RoPE of the same base. The
-        published model leaves the first 5 of its 16 layers to RoPE.
+      first_layer: first layer to choose positions; earlier ones have ordinary RoPE of the same
+        base. The published model leaves the first 5 of its 16 layers to RoPE.
 
     Raises:
-      ValueError: for options out of range; where no layer would choose positions; without a width
-        for a hidden size below 8.
+      ValueError: for options out of range; if no layer would choose positions; without a width for
+        a hidden size below 8.
     """
 
     kind: ClassVar[str] = "repo"
@@ -91,7 +91,7 @@ class Repo(Encoding):
         return rope.start(positions, sizes, key=key, length=length, dtype=dtype)
 
     def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
-        # From the first layer that chooses positions on, nobody reads it.
+        # Layers that choose positions do not read it.
         return None
 
     def rotation(self, state: State):

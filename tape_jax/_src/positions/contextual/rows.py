@@ -11,8 +11,8 @@ from tape_jax._src.core.algebra import precise_einsum
 
 Array = jax.Array
 
-# Sums along keys are products with triangles of so many of them: on a CPU a quarter of the time of
-# a cumulative sum.
+# Sums along keys are products with triangles of this size: on a CPU a quarter of the time of a
+# cumulative sum.
 BLOCK = 32
 
 
@@ -27,7 +27,7 @@ def of_keys(x: Array, rows: Any) -> Array:
 
 
 def before(rows: Any) -> Array:
-    """Returns which keys ``[B|1, Hq|1, Q, K]`` before its own token each query sees."""
+    """Returns which keys before its own token each query sees, ``[B|1, Hq|1, Q, K]``."""
     places = jnp.atleast_2d(rows.places)[:, None, :, None]
     return rows.visible & (jnp.arange(rows.visible.shape[-1], dtype=jnp.int32) < places)
 
@@ -56,7 +56,7 @@ def products(queries: Array, keys: Array, dtype: Any) -> Array:
 
 
 def sums_from(x: Array) -> Array:
-    """Sums ``x [..., S]`` over each key and all behind it."""
+    """Sums ``x [..., S]`` over each key and all after it."""
     *lead, keys = x.shape
     blocks = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -keys % BLOCK)]).reshape(*lead, -1, BLOCK)
     within = precise_einsum("...l,lj->...j", blocks, jnp.tri(BLOCK, dtype=x.dtype))
@@ -66,6 +66,6 @@ def sums_from(x: Array) -> Array:
 
 
 def sums_behind(x: Array) -> Array:
-    """Sums ``x [..., S]`` over all keys behind each."""
+    """Sums ``x [..., S]`` over all keys after each."""
     pads = [(0, 0)] * (x.ndim - 1) + [(0, 1)]
     return sums_from(jnp.pad(x[..., 1:], pads))

@@ -1,4 +1,4 @@
-"""Selective RoPE: rotations by angles that the content makes."""
+"""Selective RoPE: rotations by angles made from the content."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ zeros = jax.nn.initializers.zeros
 class SelectiveRope(Encoding):
     """Selective RoPE (Movahedi et al. 2025, arXiv:2511.17388): angles are sums over tokens so far.
 
-    ``angle_t = temperature * sum_{s <= t} phi_s``, where ``phi`` is a projection of what enters the
-    layer, each head's share of it at unit length, behind a short causal convolution. Every layer
-    and every key/value head has angles of its own. Positions are not read: with ``phi = 0`` there
-    are none. The formulas are those of ``SelectiveRoPE`` in the published code.
+    ``angle_t = temperature * sum_{s <= t} phi_s``, where ``phi`` is a projection of the layer's
+    input, each head's share of it at unit length, after a short causal convolution. Every layer and
+    every key/value head has angles of its own. Positions are not read: with ``phi = 0`` there are
+    none. The formulas are those of ``SelectiveRoPE`` in the published code.
 
     Attributes:
-      rank: of the projection; None: of full rank, each head from its own share alone, with columns
-        of unit length times a learned scalar a head.
+      rank: of the projection; None: full rank, each head from only its own share, with columns of
+        unit length times a learned scalar per head.
       taps: of the convolution, the token's own included.
       spacing: of the temperatures over a head's frequencies: ``rope``, ``theta^(-2c/D)``; ``rfa``,
         ``tan(a / 2)``, evenly spaced ``a`` in ``0 .. theta pi``, the largest one being 1.
       theta: as above; None: 500,000, for ``rfa`` 0.9.
       temperature: the largest one.
-      learn_temperature: temperatures are learned, from these.
+      learn_temperature: learn temperatures, starting from these.
       gate: ``none``; ``standard``: ``phi`` is multiplied by a gate for each head, a sigmoid of a
         projection.
       bias: ``exp(b)`` is added to ``phi``, with a learned ``b`` for each head and frequency.
 
     Raises:
-      ValueError: for options out of range; of a hidden size that the key/value heads do not divide;
-        for ``rfa`` with a head dimension of 2.
+      ValueError: for options out of range; for a hidden size that the key/value heads do not
+        divide; for ``rfa`` with a head dimension of 2.
     """
 
     kind: ClassVar[str] = "selective_rope"
@@ -114,7 +114,7 @@ class SelectiveRope(Encoding):
         by_head = (heads, width)
         params = {"conv_kernel": Param((*by_head, self.taps), normal, ("kv_heads", None, None))}
         if self.rank is None:
-            # Of the authors; the length of a column is divided out.
+            # As the authors do; the length of a column is divided out.
             init = jax.nn.initializers.variance_scaling(2.0, "fan_out", "uniform", batch_axis=0)
             shape = (heads, hidden // heads, width)
             params["phase_kernel"] = Param(shape, init, ("kv_heads", None, None))
@@ -139,7 +139,7 @@ class SelectiveRope(Encoding):
         heads, width = layer.sizes.num_kv_heads, layer.sizes.head_dim // 2
         shares = functools.partial(_shares, heads=heads, dtype=layer.dtype)
 
-        # The backward pass makes the shares again: with them it would keep several copies of x.
+        # The backward pass recomputes the shares: keeping them would keep several copies of x.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def project(params: Mapping[str, Array], x: Array) -> Array:
             if self.rank is None:
@@ -171,7 +171,7 @@ def _shares(x: Array, *, heads: int, dtype: Any) -> Array:
 
 
 def _by_head(params: Mapping[str, Array], shares: Array, dtype: Any) -> Array:
-    """The projection of full rank: of ``[..., T, H, E/H]``, ``[..., T, H, D/2]``."""
+    """Applies the full-rank projection: ``[..., T, H, E/H]`` to ``[..., T, H, D/2]``."""
     kernel = params["phase_kernel"].astype(dtype)
     length = jnp.sqrt(jnp.square(kernel).sum(-2, keepdims=True))
     scale = params["phase_scale"].astype(dtype)[:, None, None]

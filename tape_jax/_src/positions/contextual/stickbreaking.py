@@ -1,4 +1,4 @@
-"""Stick-breaking attention: in place of the softmax, shares of what nearer keys have left."""
+"""Stick-breaking attention: replaces the softmax by shares of what nearer keys leave."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StickBreaking(Encoding):
         query's own token.
 
     Raises:
-      ValueError: for an unknown remainder; where tokens see later ones, which get no share.
+      ValueError: for an unknown remainder; if tokens see later ones, which get no share.
     """
 
     kind: ClassVar[str] = "stickbreaking"

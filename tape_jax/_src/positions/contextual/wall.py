@@ -23,24 +23,24 @@ Array = jax.Array
 class Wall(Encoding):
     """Wall attention: logits ``q_i^T F_i F_{i-1} ... F_{j+1} k_j / sqrt(D)``, ``F`` diagonal.
 
-    From flash-linear-attention. ``F_t = diag(sigmoid(x_t W + b))`` is made of what enters the
-    layer, one gate for each channel of each query head. Queries and keys are not rotated. Together
-    with ``fox``, as ``wall_scalar``, a head has a gate for all of its channels too.
+    From flash-linear-attention. ``F_t = diag(sigmoid(x_t W + b))`` is made from the layer's input,
+    one gate for each channel of each query head. Queries and keys are not rotated. Together with
+    ``fox``, as ``wall_scalar``, a head has a gate for all of its channels too.
 
     Every factor is a product of gates, so nothing overflows, however strong they are. Decoding
     keeps the gates of each token, as many numbers as a query has.
 
     Attributes:
-      bias: what ``b`` starts at; the larger, the less is forgotten.
-      chunk: at most so many tokens in a chunk of the operator, fewer in short calls. It changes
-        speed and memory only.
+      bias: initial ``b``; the larger, the less is forgotten.
+      chunk: maximum tokens in a chunk of the operator, fewer in short calls. It changes speed and
+        memory only.
 
     Raises:
-      ValueError: for options out of range; where tokens see later ones, which are not forgotten.
+      ValueError: for options out of range; if tokens see later ones, which are not forgotten.
     """
 
     kind: ClassVar[str] = "wall"
-    # It makes its logits of queries and keys as they are, by its own scale.
+    # It makes logits from queries and keys as they are, with its own scale.
     acts_on: ClassVar[tuple[str, ...]] = ("state", "scale", "logits")
     reads_positions: ClassVar[bool] = False
 
@@ -99,9 +99,9 @@ def products(
 ) -> Array:
     """``q_i^T F_i ... F_{j+1} k_j`` of diagonal maps: such maps commute, so no chunk waits for one.
 
-    Between a query and a key of an earlier chunk stand the gates behind the key in its chunk and
-    those of later chunks: a factor of the key, and one of the query and the chunk. Within its own
-    chunk a query has a factor for each key.
+    Between a query and a key of an earlier chunk are the gates after the key in its chunk and those
+    of later chunks: a factor of the key, and one of the query and the chunk. Within its own chunk a
+    query has a factor for each key.
 
     Args:
       q: ``[B, H, R, D]``.
@@ -110,13 +110,13 @@ def products(
         ``[B|1, R, K]``.
       places: of the queries among the keys ``[R]``.
       ids: of the segments of the keys ``[B, K]``, or None.
-      size: at most so many tokens in a chunk.
+      size: maximum tokens in a chunk.
 
     Returns:
-      ``[B, H, R, K]``, of meaning where a key acts on the query.
+      ``[B, H, R, K]``, valid where a key acts on the query.
     """
     keys = k.shape[2]
-    # A query has a factor for each chunk, and for each key of its own: it is to have few of both.
+    # A query has a factor for each chunk, and for each key of its own: both should be few.
     size = min(size, 1 << ((keys - 1).bit_length() + 1) // 2)
     k, log_gates = (_split(x, size, 2) for x in (k, log_gates))
     acts = _split(acts, size, 2)

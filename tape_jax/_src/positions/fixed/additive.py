@@ -54,10 +54,10 @@ class Learned(Encoding):
 
     Attributes:
       size: number of positions in the table; longer sequences and positions beyond it are refused
-        or, where they are not known yet, traced ones, give NaN.
+        or, if traced (not known yet), give NaN.
 
     Raises:
-      ValueError: for a size that is not positive; for positions outside the table, where they are
+      ValueError: for a size that is not positive; for positions outside the table, if they are
         known.
     """
 
@@ -85,13 +85,13 @@ class Learned(Encoding):
 class Abacus(Learned):
     """Abacus embeddings (McLeish et al. 2024, arXiv:2405.17399): a learned vector for each place.
 
-    Each digit of a run of digits, a number, gets the index 1, 2, ... in reading order, every other
+    Each digit of a number, a run of digits, gets the index 1, 2, ... in reading order, every other
     token 0. A run ends where its segment does; tokens of other segments, and padding, do not
     interrupt it. While the model has a random stream ``"positions"``, one offset in ``0 ..
     max_offset`` is added to all digits, so that indices past the trained lengths are trained too.
 
-    Numbers of ``size`` digits or more, of ``size - max_offset`` or more with the random stream, are
-    refused or, where tokens are not known yet, traced ones, give NaN.
+    Numbers of ``size`` digits or more (``size - max_offset`` with the random stream) are refused
+    or, if tokens are traced (not known yet), give NaN.
 
     Attributes:
       size: size of the table.
@@ -99,8 +99,8 @@ class Abacus(Learned):
       max_offset: largest random offset.
 
     Raises:
-      ValueError: for options out of range; where digits are not given, or are no token ids of the
-        model; for numbers that are too long, where tokens are known.
+      ValueError: for options out of range; if digits are not given, or are not token ids of the
+        model; for numbers that are too long, if tokens are known.
     """
 
     kind: ClassVar[str] = "abacus"
@@ -148,10 +148,10 @@ class Abacus(Learned):
 
 
 def moved_rows(what: str, table: Array, index: Array, max_offset: int, key: Array | None) -> Array:
-    """Rows of a table as :func:`table_rows` has them, of indices that a draw moves.
+    """Rows of a table as in :func:`table_rows`, for indices that a draw moves.
 
     Args:
-      what: the indices are, for the message.
+      what: name of the indices, for the message.
       table: ``[size, N]``.
       index: ``[...]``, with a key below ``size - max_offset``; those above 0 are moved.
       max_offset: the largest move.
@@ -168,10 +168,10 @@ def moved_rows(what: str, table: Array, index: Array, max_offset: int, key: Arra
 
 
 def places_in_runs(is_digit: Array, goes_on: Array) -> Array:
-    """Counts 1, 2, ... from each digit that does not go on with a number; 0 for all but digits."""
+    """Counts 1, 2, ... from each digit that starts a number; 0 for all other tokens."""
     return jnp.where(is_digit, steps_since(is_digit & ~goes_on) + 1, 0)
 
 
 def previous(x: Array, first: Any) -> Array:
-    """Each element's predecessor along the last axis of ``[..., T]``; ``first`` has none."""
+    """Each element's predecessor along the last axis of ``[..., T]``, starting with ``first``."""
     return jnp.concatenate([jnp.full_like(x[..., :1], first), x[..., :-1]], axis=-1)

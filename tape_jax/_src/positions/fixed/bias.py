@@ -34,7 +34,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def distances(query: jax.Array, key: jax.Array) -> jax.Array:
-    """``|i - j|`` of positions ``[..., Q]`` and ``[..., K]``; of integers unsigned, up to 2^32."""
+    """``|i - j|`` of positions ``[..., Q]`` and ``[..., K]``; unsigned for integers, up to 2^32."""
     query, key = query[..., :, None], key[..., None, :]
     if jnp.issubdtype(query.dtype, jnp.floating):
         return jnp.abs(query - key)
@@ -50,13 +50,13 @@ class Alibi(SomeHeads):
     """Attention with linear biases (Press et al. 2022): ``-slope_h |i - j|``.
 
     Under the causal rule this is a decay, ``F_i - F_j`` with ``F_t = -slope_h t``, which fused
-    kernels and rings of devices have too: along a segment positions must not fall.
+    kernels and rings of devices support too. Positions must not decrease along a segment.
 
     Attributes:
-      slopes: ``fixed``, as in the paper; ``learned``, from these; ``learned_from_zero``, such that
-        a model that gets the bias beside its own encoding starts as it was.
-      on_heads: how many query heads, the first ones, have the bias, with the slopes that a model of
-        so many heads has; None: all.
+      slopes: ``fixed``, as in the paper; ``learned``, starting from these; ``learned_from_zero``,
+        so that a model that gets the bias beside its own encoding starts unchanged.
+      on_heads: number of query heads, the first ones, with the bias, and with the slopes of a model
+        of so many heads; None: all.
 
     Raises:
       ValueError: for unknown slopes; for ``on_heads`` out of range.
@@ -109,10 +109,10 @@ FORMS = ("log", "power")
 
 @dataclasses.dataclass(frozen=True)
 class Kerple(SomeHeads):
-    """KERPLE (Chi et al. 2022, section 4): learned kernels of distance, two numbers a head.
+    """KERPLE (Chi et al. 2022, section 4): learned kernels of distance, two numbers per head.
 
     ``-r1 log(1 + r2 |i - j|)``, or ``-r1 |i - j|^r2``. Numbers below 0.01, and powers above 2, are
-    taken for these bounds, and have no gradient there.
+    clipped to these bounds and have no gradient there.
 
     Attributes:
       form: ``log`` or ``power``.
@@ -131,7 +131,7 @@ class Kerple(SomeHeads):
         choose("kerple form", self.form, FORMS)
 
     def head_params(self, sizes: Sizes):
-        # What is a factor of a logarithm, or of a power, is drawn as the published code does.
+        # Upper bounds of the uniform draws, as in the published code.
         highest = {"log": (2.0, 1.0), "power": (1.0, 2.0)}[self.form]
         return {
             name: Param((sizes.num_heads,), jax.nn.initializers.uniform(most), ("heads",))
@@ -146,7 +146,7 @@ class Kerple(SomeHeads):
         distance = distances(query, key).astype(compute)[..., None, :, :]
         if self.form == "log":
             return -r1 * jnp.log1p(r2 * distance)
-        # The derivative of a power of 0 is no number.
+        # The derivative of a power of 0 is not a number.
         apart = distance > 0
         powers = jnp.where(apart, distance, 1) ** jnp.minimum(r2, 2)
         return -r1 * jnp.where(apart, powers, 0)
@@ -219,7 +219,7 @@ class T5Bias(SomeHeads):
 
     Attributes:
       buckets: number of buckets; the first half are exact distances, the rest logarithmic.
-      max_distance: distance in tokens from which on all share the last bucket.
+      max_distance: distance in tokens from which all share the last bucket.
       on_heads: how many query heads, the first ones, have the bias; None: all.
 
     Raises:

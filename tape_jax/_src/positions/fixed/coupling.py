@@ -1,4 +1,4 @@
-"""Position coupling: digits of like weight, and the signs, share position ids."""
+"""Position coupling: digits of equal weight, and the signs, share position ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tape_jax._src.positions.fixed.additive import Learned, moved_rows, places_i
 
 Array = jax.Array
 
-# In place of ids that there are none of.
+# Markers of missing ids.
 UNENDED, TOO_LONG = -1, -2
 
 
@@ -26,38 +26,37 @@ class PositionCoupling(Learned):
     """Position coupling (Cho et al. 2024, arXiv:2405.20671): a learned vector for each position id.
 
     For additions. With ``start = 1``, a digit of weight ``10^r`` has the id ``start + 1 + r``, in
-    whatever number it stands, and ``+`` and ``=`` have ``start``; every other token has 0. Numbers
-    are runs of digits; what follows ``=`` directly is an answer, all others are operands. Segments
-    are apart, and what stands between their tokens does not count. While the model has a random
-    stream ``"positions"``, one draw from ``0 .. max_offset`` is added to ``start``.
+    every number, and ``+`` and ``=`` have ``start``; every other token has 0. Numbers are runs of
+    digits; a number directly after ``=`` is an answer, all others are operands. Segments are
+    separate, and other tokens between theirs do not count. While the model has a random stream
+    ``"positions"``, one draw from ``0 .. max_offset`` is added to ``start``.
 
-    Operands written with the highest digit first have ids that depend on where they end: until
-    their last digit is followed by something else there are none. So prompts are given to a cache
-    without a cut through a number, and models do not write such operands themselves. Answers get
-    their ids as they are written: reversed ones because they count up; others, of a length that
-    their operands say, see ``extra_digits``, count down.
+    Operands written with the highest digit first have ids that depend on where they end: they have
+    none until something else follows their last digit. So do not cut a prompt inside a number when
+    you give it to a cache; models do not write such operands themselves. Answers get their ids as
+    they are written: reversed ones count up; others count down from a length that their operands
+    determine, see ``extra_digits``.
 
-    Where ids are missing, or too large for the table, which with the random stream has
-    ``max_offset`` ids less, they are refused or, where tokens are not known yet, traced ones, give
-    NaN.
+    Ids that are missing or too large for the table (``max_offset`` fewer with the random stream)
+    are refused or, if tokens are traced (not known yet), give NaN.
 
     Attributes:
       size: size of the table.
       digits: token ids of the digits.
       plus, equals: token ids of the signs.
       reverse_operands: operands are written with the lowest digit first.
-      reverse_answer: answers are.
-      extra_digits: answers that are not reversed have as many digits as the longest of their
-        operands and this many more: of two numbers 1, with zeros in front; of several that have
-        zeros in front, 0. None: answers are reversed.
+      reverse_answer: answers are, too.
+      extra_digits: answers that are not reversed have this many more digits than the longest of
+        their operands: for two numbers 1, with zeros in front; for several that have zeros in
+        front, 0. None: answers are reversed.
       couple_equals: before answers that are not reversed, ``=`` has the id after that of the first
         digit, as in the published code for two numbers; else ``start``, as in that for several.
       max_offset: largest random offset.
 
     Raises:
-      ValueError: for options out of range or that do not go together; where digits and signs are
-        not given, or are not different token ids of the model; for ids that are missing or too
-        large, where tokens are known.
+      ValueError: for options out of range or that do not go together; if digits and signs are not
+        given, or are not different token ids of the model; for ids that are missing or too large,
+        if tokens are known.
     """
 
     kind: ClassVar[str] = "position_coupling"
@@ -151,7 +150,7 @@ class _Numbers(NamedTuple):
     """The numbers of a text as each token sees them, int32 or booleans ``[..., T]``.
 
     Attributes:
-      place: of a digit in its number, from 1; 0 of all else.
+      place: of a digit in its number, from 1; 0 for all else.
       weight: digits behind it.
       ended: whether something follows its number.
       is_answer: whether its number directly follows an equals sign.

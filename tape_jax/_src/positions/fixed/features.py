@@ -28,7 +28,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class RopePP(Rope):
-    """RoPE++ (Liu et al. 2025, arXiv:2512.07525): the imaginary part attends by heads of its own.
+    """RoPE++ (Liu et al. 2025, arXiv:2512.07525): the imaginary part attends with its own heads.
 
     RoPE's logit is the real part of ``q conj(k)``, with its rotations. Two heads attend for each
     query head, and read the same key/value head: ``2h`` is rotated as in RoPE, ``2h + 1`` by a
@@ -65,18 +65,18 @@ class Pope(Rope):
     a learned phase for each key/value head. So the logit has
     ``softplus(q_c) softplus(k_c) cos((j - i) omega_c + phase_c)``, over ``sqrt(D)``.
 
-    In the published code phases are cut to ``[-2 pi, 0]`` and have no gradient beyond, where a step
-    from their start, 0, may bring them for good. With ``clip=False`` they are what they are: angles
-    have a period.
+    In the published code phases are clipped to ``[-2 pi, 0]`` and have no gradient beyond. A step
+    from their start, 0, may leave them there for good. With ``clip=False`` they stay as they are:
+    angles are periodic.
 
     Attributes:
       partial_rotary_factor: share ``n / D`` of the coordinates, the first ones; the others multiply
         as they are.
-      clip: phases are cut.
+      clip: clip phases.
       uniform_phase: phases start uniformly in ``[-2 pi, 0]``, not at 0.
 
     Raises:
-      ValueError: as :class:`Rope` does; for a share of no coordinate.
+      ValueError: as :class:`Rope` does; for a share without coordinates.
     """
 
     kind: ClassVar[str] = "pope"

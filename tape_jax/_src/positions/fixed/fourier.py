@@ -27,10 +27,10 @@ SUMS = ("sin_coef", "cos_coef")
 class Fope(Encoding):
     """Fourier position embedding (Hua et al. 2024, arXiv:2412.17739): sums of sines and cosines.
 
-    Of the frequencies ``w = base^(-2c/D)`` those with a period beyond the trained length are
-    dropped. The first ``N`` planes of each key/value head have the state ``C + iS`` at position
-    ``t``, ``C_n = sum_c cos(t w_c) cos_coef[c, n]`` and likewise ``S_n``; ``N`` is at most ``D/4``.
-    All others have ``1 + i``. So states are no rotations, and logits depend on more than distances.
+    Frequencies ``w = base^(-2c/D)`` with a period beyond the trained length are dropped. The first
+    ``N`` planes of each key/value head have the state ``C + iS`` at position ``t``, ``C_n = sum_c
+    cos(t w_c) cos_coef[c, n]`` and likewise ``S_n``; ``N`` is at most ``D/4``. All others have ``1
+    + i``. So states are not rotations, and logits depend on more than distances.
 
     The formulas, ``1 + i`` included, are those of the published configuration, in which every layer
     draws coefficients of its own; here one draw serves all layers.
@@ -38,7 +38,7 @@ class Fope(Encoding):
     Attributes:
       base: the rotary base.
       original_length: the trained length, in tokens.
-      learn: coefficients are learned, from a draw of the initialiser; False: they are a draw by
+      learn: learn coefficients, starting from a draw of the initialiser; False: draw them with
         ``seed``, as published.
       gain: of that draw, normal with the deviation ``gain sqrt(2 / (F N + H N))`` for ``F``
         frequencies and ``H`` heads; 1 is added to frequency ``n ceil(F / N)`` of plane ``n``, where
@@ -46,7 +46,7 @@ class Fope(Encoding):
       seed: of coefficients that are not learned.
 
     Raises:
-      ValueError: for options out of range; where no frequency is left, or a head has below 4
+      ValueError: for options out of range; if no frequency is left, or a head has fewer than 4
         dimensions.
     """
 
@@ -96,7 +96,7 @@ class Fope(Encoding):
         return {name: Param(shape, init, ("kv_heads", None, None)) for name in SUMS}
 
     def _from_normal(self, x: Any) -> Any:
-        """Coefficients ``[H, F, N]`` of standard normal numbers."""
+        """Coefficients ``[H, F, N]`` from standard normal numbers."""
         heads, kept, planes = x.shape
         own = np.arange(planes) * -(-kept // planes) == np.arange(kept)[:, None]
         return x * (self.gain * math.sqrt(2 / (kept * planes + heads * planes))) + own

@@ -1,4 +1,4 @@
-"""Weights of models that rotate neighbouring dimensions, for a rotation by halves."""
+"""Converts weights of models that rotate neighbouring dimensions to rotation by halves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def halves_from_pairs(kernel: Array, head_dim: int, *, axis: int = -1) -> Array:
     GPT-J and Meta's Llama files rotate the dimensions ``2 i`` and ``2 i + 1`` of a head together,
     tape-jax, like Hugging Face's Llama, ``i`` and ``i + D/2``. With both the query's and the key's
     projection reordered, logits are the same; values and the output projection stay as they are.
-    It also holds where only the first dimensions rotate (``partial_rotary_factor``), and for
-    biases and norms over all heads. A norm's scale over one head is an array ``[D]``.
+    This also holds if only the first dimensions rotate (``partial_rotary_factor``), and for biases
+    and norms over all heads. A norm's scale over one head is an array ``[D]``.
 
     Args:
       kernel: an array whose ``axis`` has the heads' dimensions, ``H * D`` or ``D``, a head's side

@@ -37,13 +37,13 @@ from tape_jax._src.positions.protocol import Encoding, Param, State, as_length, 
 
 Array = jax.Array
 
-# Below, the angles of integers are plain products: in float32 they are off by 3e-4 at most.
+# Angles of integers below this are plain products: in float32 they are off by 3e-4 at most.
 NEAR = 2**12
 # Fields of :class:`Rope` that say where a rotary state starts.
 START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor", "learn_base", "still_heads")
 
 
-# How fields of :class:`RopeScaling` are checked, and brought into one form.
+# Functions that check fields of :class:`RopeScaling` and normalize them.
 _SCALING: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("factor", "beta_fast", "beta_slow"), real),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), number),
@@ -55,7 +55,7 @@ _SCALING: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _factors(what: str, given: Any) -> tuple[float, ...]:
-    """Positive numbers as a tuple; ValueError if they are none."""
+    """Returns positive numbers as a tuple; ValueError for anything else."""
     require(isinstance(given, tuple | list), f"{what} must be a tuple of numbers; got {given!r}")
     found = tuple(real(what, x) for x in given)
     require(all(x > 0 for x in found), f"{what} must be positive; got {given!r}")
@@ -69,22 +69,22 @@ class RopeScaling:
     Attributes:
       kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
         ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the length of the
-        row, or the ``length`` that a call is given); ``yarn`` (frequencies blended by wavelength,
-        states scaled by a magnitude); ``llama3``; ``longrope`` (each frequency divided by a factor
-        of its own, of one list up to the trained length and of another beyond it; states scaled by
-        a magnitude); ``proportional`` (as ``linear``, but the share of dimensions that rotate, if
-        not all do, keeps the frequencies that it has in the whole head).
+        row, or the ``length`` of a call); ``yarn`` (frequencies blended by wavelength, states
+        scaled by a magnitude); ``llama3``; ``longrope`` (each frequency divided by its own factor,
+        from one list up to the trained length and from another beyond it; states scaled by a
+        magnitude); ``proportional`` (as ``linear``, but if only a share of the dimensions rotates,
+        it keeps its frequencies of the whole head).
       factor: ratio of the wanted length to the trained one.
       original_length: the trained length, in tokens (dynamic, yarn, llama3, longrope).
       beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is
         kept, and below which it is fully interpolated.
       low_freq_factor, high_freq_factor: llama3; the corresponding bounds.
-      magnitude: factor on the states. None: of yarn ``0.1 ln(factor) + 1``, of longrope
-        ``sqrt(1 + ln(factor) / ln(original_length))``; 1 for a ``factor`` up to 1.
+      magnitude: factor on the states. None: for yarn ``0.1 ln(factor) + 1``, for longrope ``sqrt(1
+        + ln(factor) / ln(original_length))``; 1 for a ``factor`` up to 1.
       truncate: yarn; round the blending range outwards to whole dimensions, as published.
-      short_factor, long_factor: longrope; what frequencies are divided by in sequences up to
-        ``original_length`` tokens, and in longer ones; one number for each that rotates. ``()``:
-        1 in short ones, ``factor`` in long ones.
+      short_factor, long_factor: longrope; divisors of the frequencies in sequences up to
+        ``original_length`` tokens, and in longer ones; one number for each rotating frequency.
+        ``()``: 1 in short ones, ``factor`` in long ones.
     """
 
     kind: str = "none"
@@ -130,7 +130,7 @@ class RopeScaling:
 
     @property
     def state_magnitude(self) -> float:
-        """Factor on the start state: ``magnitude``, or that of yarn or longrope, else 1."""
+        """Factor on the start state: for yarn and longrope ``magnitude`` or its default, else 1."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.magnitude is not None:
@@ -268,7 +268,7 @@ def angles(
     for axis, count in enumerate(counts):
         omegas = [frequencies(2 * count, base, scaling, n, partial_rotary_factor) for n in lengths]
         t = positions[..., axis] if axes > 1 else positions
-        # The logarithm of what multiplies the base, [...].
+        # Logarithm of the factor on the base, [...].
         change = None if log_stretch is None else _log_stretch(log_stretch).astype(compute)
         if stretch is not None:
             turning = _turning(2 * count, partial_rotary_factor)
@@ -286,7 +286,7 @@ def angles(
 
 
 def _checked(positions: Any, head_dim: Any, axes: int) -> tuple[Array, int]:
-    """Positions and the head dimension in one form; ValueError if they do not go together."""
+    """Checks and converts positions and the head dimension; ValueError if they do not fit."""
     head_dim = positive("the head dimension", head_dim)
     require(head_dim % 2 == 0, f"the head dimension must be even; got {head_dim}")
     positions = as_positions(positions)
@@ -308,9 +308,9 @@ def _by_length(
     """Returns how frequencies depend on a length that may not be known yet.
 
     Returns:
-      The stretch of dynamic NTK ``[..., 1]``, or None; of longrope whether the length is beyond the
-      trained one ``[..., 1, 1]``, or None; and the lengths that frequencies are made for: the known
-      one, or one up to the trained length and one beyond it.
+      The stretch of dynamic NTK ``[..., 1]``, or None; for longrope, whether the length exceeds the
+      trained one ``[..., 1, 1]``, or None; and the lengths of the frequencies: the known one, or
+      one up to the trained length and one beyond it.
     """
     if isinstance(length, int | np.integer):
         return None, None, (length,)
@@ -332,7 +332,7 @@ def _log_stretch(given: Any) -> Array:
 
 
 def _powers(dim: int, scaling: RopeScaling | None, partial_rotary_factor: float) -> np.ndarray:
-    """Powers of the base that the frequencies are, ``[dim / 2]``; 0 where nothing turns."""
+    """Exponents of the base that give the frequencies, ``[dim / 2]``; 0 where nothing turns."""
     plain = scaling if scaling is not None and scaling.kind == "proportional" else None
     plain = plain and dataclasses.replace(plain, factor=1.0)
     unit = frequencies(dim, math.e, plain, None, partial_rotary_factor)
@@ -340,10 +340,10 @@ def _powers(dim: int, scaling: RopeScaling | None, partial_rotary_factor: float)
 
 
 def turned(positions: Array, omega: np.ndarray, compute: Any) -> Array:
-    """Angles ``[..., n]`` of positions, in radians, but for whole turns of positions far away.
+    """Angles ``[..., n]`` of positions, in radians, without whole turns of positions far away.
 
-    In float32 the product of a large integer and a frequency has lost what is left of whole turns.
-    There the turns are counted in integers: the angle is right to 2e-7, up to 2^31.
+    In float32 the product of a large integer and a frequency loses the remainder after whole turns.
+    There turns are counted in integers: the angle is right to 2e-7, up to 2^31.
 
     Args:
       positions: integers or floats of any shape.
@@ -384,7 +384,7 @@ def _fixed_point(positions: Array, omega: np.ndarray) -> Array:
 
 
 def _told_apart(positions: Array, compute: Any) -> Array:
-    """Positions as floats; NaN for integers that float32 does not tell from their neighbours."""
+    """Positions as floats; NaN for integers that float32 cannot tell from their neighbours."""
     x = positions.astype(compute)
     if jnp.issubdtype(positions.dtype, jnp.floating) or compute == jnp.float64:
         return x
@@ -398,10 +398,10 @@ def state_at(angles: Array) -> Array:
 
 @jax.custom_jvp
 def content_state(angles: Array) -> Array:
-    """:func:`state_at` of angles that every layer makes anew, and that have gradients.
+    """:func:`state_at` of angles that every layer computes, and that have gradients.
 
-    Computed once: otherwise XLA puts sines and cosines into each of the programs that rotate by
-    them, five to a layer on a CPU.
+    It is computed once: otherwise XLA repeats sines and cosines in each program that rotates by
+    them, five per layer on a CPU.
     """
     return lax.optimization_barrier(state_at(angles))
 
@@ -420,7 +420,7 @@ def _turned(state: Array, change: Array) -> Array:
 def magnitudes(
     head_dim: int, scaling: RopeScaling | None, axes: int, partial_rotary_factor: float
 ) -> float | np.ndarray:
-    """Factors on the states: one, or those of each frequency ``[D/2]``, 1 where nothing rotates."""
+    """Factors on the states: one, or one for each frequency ``[D/2]``, 1 where nothing rotates."""
     scaling = scaling or RopeScaling()
     if partial_rotary_factor == 1:
         return scaling.state_magnitude
@@ -464,7 +464,7 @@ def rotary_state(
     log_stretch: Array | None = None,
     dtype: Any = None,
 ) -> Array:
-    """The rotary start state, RoPE's table (TAPE, section 3.2; RoFormer, equation 15).
+    """Returns the rotary start state, RoPE's table (TAPE, section 3.2; RoFormer, equation 15).
 
     Args:
       positions: ``[..., T]`` integers or floats; with ``axes=n > 1`` coordinates ``[..., T, n]``.
@@ -516,19 +516,19 @@ class Rope(Encoding):
       scaling: adaptation of the frequencies to longer sequences.
       axes: coordinates per token.
       partial_rotary_factor: share of the dimensions of a head that rotate (Black et al. 2022); the
-        others carry content only, whatever the distance.
-      learn_base: the base is learned, one for the model, from ``base``.
-      still_heads: how many state heads, the last ones, do not rotate at all: theirs is attention
-        without positions, and without a magnitude of the scaling.
+        others carry only content, whatever the distance.
+      learn_base: learn one base for the model, starting from ``base``.
+      still_heads: number of state heads, the last ones, that do not rotate: they attend without
+        positions and without a magnitude of the scaling.
 
     Raises:
-      ValueError: for options out of range; where ``still_heads`` leaves no head to rotate, or a
-        head has no frequency for each coordinate.
+      ValueError: for options out of range; if ``still_heads`` leaves no head to rotate, or a
+        coordinate of a head has no frequency.
     """
 
     kind: ClassVar[str] = "rope"
     acts_on: ClassVar[tuple[str, ...]] = ("state",)
-    # The only kind of scaling that is taken; None: any.
+    # The only kind of scaling accepted; None: any.
     scaling_kind: ClassVar[str | None] = None
 
     base: float = 10_000.0
@@ -583,7 +583,7 @@ class Rope(Encoding):
         return -2
 
     def shifts(self, sizes: Sizes) -> tuple[float, ...]:
-        """Returns the number of tokens by which the start of each head that rotates is moved."""
+        """Returns the shift of the start of each rotating head, in tokens."""
         return (0,) * (sizes.num_kv_heads - self.still_heads)
 
     def input_params(self, sizes: Sizes):
@@ -619,7 +619,7 @@ class Rope(Encoding):
         }
 
     def start_at(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
-        """The start that all heads share, as :meth:`start` describes it."""
+        """Returns the start that all heads share; see :meth:`start`."""
         options = self.start_options(params)
         state = rotary_state(positions, sizes.head_dim, length=length, dtype=dtype, **options)
         return algebra.with_heads(state)
@@ -646,9 +646,9 @@ class Yarn(Rope):
 class LongRope(Rope):
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753; Phi-3): a name for that scaling.
 
-    Which of the two lists of factors is taken depends on the length of the whole sequence: in
-    cached decoding on the capacity, or on ``length`` of :func:`tape_jax.init_cache`. States are
-    scaled by their magnitude at every length.
+    The length of the whole sequence selects the list of factors: in cached decoding, the capacity
+    or ``length`` of :func:`tape_jax.init_cache`. States are scaled by their magnitude at every
+    length.
 
     Raises:
       ValueError: as :class:`Rope` does; for a scaling of another kind.
@@ -684,16 +684,15 @@ class MRope(Rope):
 
     A token has several coordinates, ``[..., T, 3]`` for time, height and width, and each frequency
     of the whole head turns by one of them. Positions that are not given are those of text: the
-    index of the token on every axis, going on behind the largest coordinate of the token before.
+    index of the token on every axis, continuing after the largest coordinate of the token before.
     (With ``axes`` of :class:`Rope` each coordinate has a whole range of frequencies.)
 
     Attributes:
       axes: coordinates per token.
-      sections: how many frequencies, of those that rotate, each coordinate turns; ``()``: as evenly
-        as possible.
-      interleaved: frequencies are dealt out in turn, as in Qwen3-VL: to the coordinate ``n > 0``
-        the ``sections[n]`` first ones of those with index ``n`` modulo ``axes``, all others to the
-        first coordinate; False: the first ``sections[0]`` to the first one, and so on.
+      sections: number of rotating frequencies for each coordinate; ``()``: as evenly as possible.
+      interleaved: deal out frequencies in turn, as in Qwen3-VL: coordinate ``n > 0`` gets the first
+        ``sections[n]`` of those with index ``n`` modulo ``axes``, the first coordinate gets all
+        others; False: the first one gets the first ``sections[0]``, and so on.
 
     Raises:
       ValueError: as :class:`Rope` does; for sections that do not fit the axes or the head.
@@ -765,16 +764,16 @@ class Xpos(Rope):
 
     Queries are scaled by ``s_j^((t - c) / scale_base)`` and keys by its inverse, with
     ``s_j = (2j + 0.4 D) / (1.4 D)``. Only differences of positions matter: ``c`` is the middle of
-    the sequence, or of the cache, so that the scales stay near 1. They are numbers as far as the
-    compute type goes: with the default ``scale_base`` for sequences of 22,000 tokens in float16,
-    of 258,000 in bfloat16 and float32. Positions farther from ``c`` than half of that are refused
-    or, where they are not known yet, traced ones, give NaN.
+    the sequence, or of the cache, so that the scales stay near 1. The compute type limits them:
+    with the default ``scale_base``, to sequences of 22,000 tokens in float16, of 258,000 in
+    bfloat16 and float32. Positions farther from ``c`` than half of that are refused or, if traced
+    (not known yet), give NaN.
 
     Attributes:
-      scale_base: tokens over which the slowest decay is ``s_0``.
+      scale_base: distance in tokens over which pair ``j`` decays by ``s_j``.
 
     Raises:
-      ValueError: as :class:`Rope` does; for positions too far from ``c``, where they are known.
+      ValueError: as :class:`Rope` does; for positions too far from ``c``, if they are known.
     """
 
     kind: ClassVar[str] = "xpos"
@@ -813,9 +812,9 @@ class Xpos(Rope):
 
 
 def _largest_scale(dtype: Any) -> float:
-    """A scale that, as its inverse, leaves the type's numbers a factor of 64 above, 4,096 below."""
+    """Largest scale that, with its inverse, leaves the type a factor of 64 above, 4,096 below."""
     numbers = jnp.finfo(dtype)
-    # XLA takes the subnormal numbers of wider exponents for zero.
+    # XLA treats subnormal numbers of wider exponents as zero.
     least = numbers.smallest_subnormal if numbers.dtype == jnp.float16 else numbers.tiny
     return min(float(numbers.max) / 64, 1 / (4096 * float(least)))
 
@@ -824,14 +823,14 @@ def _largest_scale(dtype: Any) -> float:
 class RandomRope(Rope):
     """Randomised positions (Ruoss et al. 2023): RoPE at a sorted random subset of a long range.
 
-    One draw serves every layer, head and batch row of a call, as far as their lengths agree: a
-    shorter row has fewer of the same places, whatever else is in its batch. A row of several
-    segments has one length, that of all of them, unless the call is given ``length``. The draw
-    follows the model's random stream ``"positions"``; without it a fixed draw is used, so that
-    evaluation is repeatable.
+    One draw serves every layer, head and batch row of a call, if their lengths agree. A shorter row
+    has fewer of the same places, whatever else is in its batch. A row of several segments has one
+    length, that of all of them, unless the call is given ``length``. The draw follows the model's
+    random stream ``"positions"``; without it a fixed draw is used, so that evaluation is
+    repeatable.
 
-    Positions index the draw. Beyond the length that it was made for they are refused or, where they
-    are not known yet, traced ones, make the state NaN.
+    Positions index the draw. Beyond the length of the draw they are refused or, if traced (not
+    known yet), make the state NaN.
 
     Attributes:
       range: positions are drawn from ``0 .. range - 1`` without replacement.
@@ -844,7 +843,7 @@ class RandomRope(Rope):
     """
 
     kind: ClassVar[str] = "random_rope"
-    # It draws them by itself.
+    # It draws positions itself.
     takes_drawn: ClassVar[tuple[str, ...]] = ()
 
     range: int = 2048

@@ -13,11 +13,11 @@ from tape_jax._src.positions.protocol import Encoding
 class Window(Encoding):
     """Tokens see only those nearby (sliding-window attention, Beltagy et al. 2020).
 
-    Alone it tells positions apart by where windows end; usually it is combined: ``"rope+window"``.
+    Alone it tells positions apart by where windows end; usually you combine it: ``"rope+window"``.
 
     Attributes:
       size: as ``local_window_size`` of :class:`tape_jax.ModelConfig`: how many tokens before and
-        behind its own a token sees, an integer or a pair ``(left, right)``.
+        after its own a token sees, an integer or a pair ``(left, right)``.
     """
 
     kind: ClassVar[str] = "window"

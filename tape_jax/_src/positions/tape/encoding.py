@@ -5,8 +5,8 @@ Pure functions on arrays, and the encoding that the model uses. One layer comput
     e' = norm((I + alpha G(x)) (e + alpha Mix(a))),   G(x) = W_down diag(act(x W_x)) W_up,
 
 where ``a = A e`` is the state averaged by the attention probabilities and ``G(x)`` is one
-heads x heads matrix per token. Both factors act on the heads axis alone, never on what the
-symmetry group acts on, so the update commutes with :func:`tape_jax.transform`.
+heads x heads matrix per token. Both factors act only on the heads axis, never on what the symmetry
+group acts on, so the update commutes with :func:`tape_jax.transform`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def tensor_state(
       r: columns of a block.
       base, scaling, axes, length, partial_rotary_factor, log_stretch, dtype: as in
         :func:`tape_jax.rotary_state`.
-      start: a start of one's own, broadcastable to the result; needed where none exists, for odd
-        ``l`` or ``r < l``.
+      start: your own start, broadcastable to the result; required for odd ``l`` or ``r < l``, where
+        none exists.
 
     Returns:
       ``[..., T, 1, M, L, R]``.
@@ -119,7 +119,7 @@ def tensor_state(
     c, s = jnp.cos(theta) * magnitude, jnp.sin(theta) * magnitude
     rotation = jnp.stack([jnp.stack([c, s], -1), jnp.stack([-s, c], -1)], -2)
     rotation = rotation.reshape(*theta.shape[:-1], blocks, l // 2, 2, 2)
-    # Not by an einsum, whose operands some machines round.
+    # Not an einsum, whose operands some machines round.
     diagonal = np.eye(l // 2, dtype=theta.dtype)[:, None, :, None]
     state = rotation[..., None, :] * diagonal
     state = state.reshape(*theta.shape[:-1], 1, blocks, l, l)
@@ -179,10 +179,10 @@ def init_update(
     degree: int = 1,
     dtype: Any = None,
 ) -> dict[str, Array]:
-    """Parameters of :func:`update_state` for one layer.
+    """Creates the parameters of :func:`update_state` for one layer.
 
-    ``mix``, ``target`` and ``up`` are zero, so that an untrained update changes nothing: TAPE
-    starts as RoPE.
+    ``mix``, ``target`` and ``up`` are zero, so an untrained update changes nothing: TAPE starts as
+    RoPE.
 
     Args:
       key: random key.
@@ -203,7 +203,7 @@ def init_update(
 
     Raises:
       ValueError: for options out of range; for query heads that are not a multiple of the state
-        heads; for a type of 64 bits while such are disabled.
+        heads; for a 64-bit type while these are disabled.
     """
     type_name("init_update: dtype", dtype, (None, *FLOATS))
     dtype = float_type(dtype)
@@ -235,28 +235,28 @@ class Tape(Rope):
 
     Attributes:
       base, scaling, axes, partial_rotary_factor, learn_base: of the start state, as in RoPE.
-      still_heads: how many state heads, the last ones, do not rotate. They take no part in updates:
-        a mix of states that turn with positions and of others would break the shift invariance.
-      head_shift: tokens by which each state head that rotates starts later than the one before it,
-        or for each of them by how many it starts later, ``t + c_h``. It leaves RoPE's logits and
-        every symmetry as they are, and lets a mix of heads be a state of another place: from one
-        start for all heads, sums over heads only stretch it.
+      still_heads: number of state heads, the last ones, that do not rotate. Updates leave them out:
+        mixing rotating and still states would break the shift invariance.
+      head_shift: number of tokens by which each rotating state head starts later than the one
+        before it, or a tuple of shifts ``c_h``, one per rotating head, which starts at ``t + c_h``.
+        It keeps RoPE's logits and every symmetry, and lets a mix of heads be the state of another
+        place: with one start for all heads, sums over heads only stretch it.
       form: ``rotary`` (one complex number per pair, the fast path) or ``tensor``.
       l, r: rows and columns of a block in tensor form.
       attention_mix: ``heads`` (the paper), ``head_scale`` (the published code) or ``none``.
       mlp_mix: whether the MLP's output mixes the states.
-      degree: 1, or 3: to ``z = e + alpha Mix(a)`` is added ``alpha z conj(w) u``, in tensor form
-        ``alpha Z W^T U``, with learned mixes ``w`` and ``u`` of the attended states of all heads
-        (:func:`tape_jax.update_state`), which moves a token from one that it attends to another: to
-        "as far from there as I am from here". For 3 ``norm`` must bound the states.
+      degree: 1, or 3, which adds ``alpha z conj(w) u`` (in tensor form ``alpha Z W^T U``) to ``z =
+        e + alpha Mix(a)``. ``w`` and ``u`` are learned mixes of the attended states of all heads
+        (:func:`tape_jax.update_state`). This moves a token from one that it attends to another: to
+        "as far from there as I am from here". With 3, ``norm`` must bound the states.
       width: ``P``; None: four times the state heads.
       activation: of the gate.
       alpha: step size, or its start if ``learn_alpha``.
       learn_alpha: one learned step size per layer.
-      alpha_per_head: one for each state head of a layer instead, if ``learn_alpha``.
+      alpha_per_head: one step size for each state head instead; needs ``learn_alpha``.
       norm: ``none``, ``rms`` or ``unit``.
       layers: ``all`` or ``(start, stop)``: the layers that update the state, ``stop`` exclusive.
-        The last layer of a model never does, for nobody would read the result.
+        The last layer of a model never does, since nothing would read the result.
 
     Raises:
       ValueError: for options out of range, that do not go together, or that do not fit the model.
@@ -346,7 +346,7 @@ class Tape(Rope):
     def shifts(self, sizes: Sizes) -> tuple[float, ...]:
         step, heads = self.head_shift, range(sizes.num_kv_heads - self.still_heads)
         shifts = step if isinstance(step, tuple) else tuple(step * h for h in heads)
-        # Whole ones leave integers what they are.
+        # Whole shifts keep integer positions integers.
         return tuple(int(c) if c == int(c) else c for c in shifts)
 
     @property
@@ -443,7 +443,7 @@ class Tape(Rope):
         axis, heads = self.heads_axis, state.shape[self.heads_axis]
         turning, still = heads - self.still_heads, None
         if self.still_heads:
-            # Devices have their shares of all heads, not of those that rotate.
+            # Devices split all heads, not only those that rotate.
             sharding = None
             state, still = jnp.split(state, [turning], axis)
             if attended is not None:

@@ -1,6 +1,6 @@
 """Products over the heads of position states: the factors of TAPE's update.
 
-They act on the heads axis alone, never on what the symmetry group acts on.
+They act only on the heads axis, never on what the symmetry group acts on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = jax.Array
 # Multiplies a matrix over heads with states.
 Product = Callable[[Array, Array], Array]
 
-# Under which a policy of ``jax.checkpoint`` finds the sums that devices have added up.
+# Name by which a policy of ``jax.checkpoint`` finds sums over devices.
 SUM_OVER_DEVICES = "tape_sum_over_devices"
 
 ACTIVATIONS = {
@@ -46,7 +46,7 @@ def by_rows(alpha: float | Array) -> float | Array:
 
 
 def precise_product(matrix: Array, e: Array) -> Array:
-    """``matrix @ e`` with whole operands; the matrix is one for all, or has all axes of ``e``."""
+    """``matrix @ e`` with unrounded operands; one matrix for all, or with all axes of ``e``."""
     spec = "hk,...kn->...hn" if matrix.ndim == 2 else "...hk,...kn->...hn"
     return precise_einsum(spec, matrix, e)
 
@@ -54,7 +54,7 @@ def precise_product(matrix: Array, e: Array) -> Array:
 def sum_of_products(matrix: Array, e: Array) -> Array:
     """``matrix @ e`` of small matrices without a matrix unit, which a TPU has to feed by tiles.
 
-    For a product of 12 heads its compiler makes padded copies of both operands; this it fuses.
+    For a product of 12 heads its compiler makes padded copies of both operands; it fuses this.
     """
     wide = at_least_float32(e.dtype)
     products = matrix.astype(wide)[..., None] * e.astype(wide)[..., None, :, :]
@@ -123,12 +123,12 @@ def mix_heads(
 def _sum_over_heads(
     matrix: Array, axes: Axes, states: Array, sharding: Sharding | None, product: Product
 ) -> Array:
-    """``matrix @ states``, the states ``[B, T, H, N]`` being split by heads or not.
+    """``matrix @ states``, for states ``[B, T, H, N]`` split by heads or not.
 
-    Of the matrix, with logical ``axes``, each device has the columns of its own states. Their
+    Each device has the columns of the matrix, with logical ``axes``, for its own states. Their
     product is a part of every head's sum: one reduce-scatter adds the parts up. Backwards one
     all-gather of the gradient is enough, and no device keeps the states of all heads, as it would
-    had they been gathered for the product.
+    if the product gathered them.
     """
     kind = axes[-1]
     split = () if sharding is None else sharding.mesh_axes("kv_heads")

@@ -1,7 +1,7 @@
 """One update of the position states, by one of several implementations.
 
-All compute what :func:`reference` writes down. An implementation takes an :class:`UpdateCall` and
-returns the new state, or raises NotImplementedError with the reason why it cannot.
+All compute the same as :func:`reference`. An implementation takes an :class:`UpdateCall` and
+returns the new state, or raises NotImplementedError with the reason.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from tape_jax._src.positions.tape.norms import NORMS, normalize
 Array = jax.Array
 
 UPDATE_PARAMS = ("mix", "origin", "target", "wx", "up", "down")
-# Those that multiply attended states.
+# Parameters that multiply attended states.
 OF_ATTENDED = ("mix", "origin", "target")
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateCall:
-    """One call of :func:`tape_jax.update_state`, checked.
+    """The checked arguments of one call of :func:`tape_jax.update_state`.
 
     Attributes:
-      params: as there.
+      params: as in that function.
       e: the state, ``[..., T, H_kv | 1, D]`` or ``[..., T, H_kv | 1, M, L, R]``, batch axes full, 1
         or absent.
       a: the attended state, with query heads; None if it is not mixed in.
@@ -81,7 +81,7 @@ class UpdateCall:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The shape of what the update does not act on: ``[D]`` or ``[M, L, R]``."""
+        """The shape of the axes that the update does not act on: ``[D]`` or ``[M, L, R]``."""
         return self.e.shape[-3:] if self.tensor else self.e.shape[-1:]
 
     @property
@@ -105,7 +105,7 @@ class UpdateCall:
         return jnp.broadcast_to(self.flat_state(), shape)
 
     def normalized(self, flat: Array) -> Array:
-        """The new state, of what the norm is to act on, ``[..., T, H_kv | 1, N]``."""
+        """Returns the new state: ``flat [..., T, H_kv | 1, N]`` after the norm."""
         lead = jnp.broadcast_shapes(flat.shape[:-2], self.x.shape[:-1])
         flat = jnp.broadcast_to(flat, (*lead, self.heads, flat.shape[-1]))
         state = flat.reshape(*flat.shape[:-1], *self.block)
@@ -151,13 +151,14 @@ def update_state(
 ) -> Array:
     """One layer's update of the position states (TAPE, equations 6 to 8).
 
-    ``(I + alpha G(x)) (e + alpha Mix(a))``, then the norm. ``G(x)`` is contracted to a heads x
-    heads matrix per token first, which costs a fraction of projecting the states up to width ``P``.
+    Computes ``(I + alpha G(x)) (e + alpha Mix(a))``, then the norm. ``G(x)`` is first contracted to
+    a heads x heads matrix per token, which costs a fraction of projecting the states up to width
+    ``P``.
 
     With ``origin`` and ``target``, matrices over heads, the sum ``z = e + alpha Mix(a)`` becomes
     ``z + alpha z conj(w) u`` with ``w = origin a`` and ``u = target a``, in tensor form ``Z + alpha
-    Z W^T U``: a state that lies from ``u`` as it lay from ``w``. Where all states are turned alike,
-    ``Z W^T`` stays as it is, so that the product turns as ``U`` does.
+    Z W^T U``. The product lies relative to ``u`` as ``z`` lies to ``w``. If all states are rotated
+    alike, ``Z W^T`` stays as it is, so the product rotates as ``U`` does.
 
     Args:
       params: from :func:`tape_jax.init_update`; absent entries leave their part out.
@@ -171,22 +172,22 @@ def update_state(
         ``unit``, which takes each block's polar factor.
       magnitude: scale of the start state (YaRN's), which the norms restore.
       activation: one of ``silu``, ``gelu``, ``relu``, ``tanh``, ``identity``.
-      num_kv_heads: state heads, where neither ``state`` nor ``params`` tells.
-      sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
-      implementation: how it is computed, a name or names in order of preference: ``reference``, as
-        the equations are written, with derivatives of any order; ``unrolled``, products over heads
-        written out, with a derivative of its own that keeps the arguments alone: for CPUs;
-        ``sums``, as ``reference``, but no product over heads is made on a matrix unit: for TPUs;
-        ``fused``, one kernel each way, for NVIDIA GPUs from Ampere on. None: ``unrolled`` on a CPU,
-        ``fused`` on a GPU, ``sums`` on a TPU, and ``reference`` where those cannot.
+      num_kv_heads: state heads, if neither ``state`` nor ``params`` determines them.
+      sharding: a mesh and rules; if they split heads, sums over heads are one reduce-scatter.
+      implementation: a name, or names in order of preference. ``reference``: the equations as
+        written, with derivatives of any order. ``unrolled``, for CPUs: products over heads written
+        out, with a custom derivative that keeps only the arguments. ``sums``, for TPUs: as
+        ``reference``, with no product over heads on a matrix unit. ``fused``, for NVIDIA GPUs from
+        Ampere on: one kernel each way. None: ``unrolled`` on a CPU, ``fused`` on a GPU, ``sums`` on
+        a TPU, and ``reference`` if those cannot do the call.
 
-    ``reference`` and ``sums`` alone have derivatives in forward mode, but ``unrolled`` has those of
-    gradients, as in ``jax.hessian``. ``fused`` has those of first order in reverse mode.
+    Only ``reference`` and ``sums`` have derivatives in forward mode, but ``unrolled`` has those of
+    gradients, as in ``jax.hessian``. ``fused`` has only first derivatives in reverse mode.
 
     Returns:
       The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.
-      On a mesh with explicit axes batch and time are split as those of ``x``, heads as those of
-      ``state`` (or of ``attended``, if there are as many).
+      On a mesh with explicit axes, batch and time are split as in ``x``, heads as in ``state`` (or
+      in ``attended``, if it has as many).
 
     Raises:
       ValueError: if shapes disagree or an option is unknown.
@@ -231,9 +232,9 @@ def update_state(
 
 
 def _displaced(call: UpdateCall) -> UpdateCall:
-    """Mixes attended states in, moves the state by them, and returns the update that is left.
+    """Mixes in attended states, moves the state by them, and returns the remaining update.
 
-    Where nothing moves the state this is the whole update.
+    If nothing moves the state, this is the whole update.
     """
     if "origin" not in call.params:
         return call
@@ -263,10 +264,10 @@ def _with_attended(call: UpdateCall) -> Array:
 
 
 def reference(call: UpdateCall) -> Array:
-    """The update as the equations write it.
+    """Computes the update as its equations are written.
 
-    For the backward pass the arguments alone are kept, and where devices add up sums over heads
-    these, so that none is sent twice; under ``jax.checkpoint`` its policy decides.
+    The backward pass keeps only the arguments and any sums over heads that devices add up, so that
+    none is sent twice. Under ``jax.checkpoint`` its policy decides.
     """
     call = _displaced(call)
 
@@ -295,30 +296,30 @@ def _written(call: UpdateCall) -> Array:
 
 
 def sums(call: UpdateCall) -> Array:
-    """The update as the equations write it, with no product over heads on a matrix unit: for TPUs.
+    """Computes the update for TPUs: as the equations, with no product over heads on a matrix unit.
 
     Raises:
-      NotImplementedError: if state heads are split. For sums over devices TPUs want the layout that
-        a product leaves, or they send twice as much.
+      NotImplementedError: if state heads are split. Sums over devices need a product's layout on
+        TPUs, or they send twice as much.
     """
     split = call.sharding is not None and call.sharding.shards("kv_heads") > 1
     refuse(split, "state heads are split over devices")
     return reference(dataclasses.replace(call, product=sum_of_products))
 
 
-# What is written out grows with their number, and a library's product becomes worth while.
+# Written-out code grows with the number of heads, until a library's product pays off.
 MOST_HEADS = 32
 
 
 def unrolled(call: UpdateCall) -> Array:
-    """The update with its products over heads written out, and a derivative of its own: for CPUs.
+    """Computes the update for CPUs: products over heads written out, with a custom derivative.
 
     A product over 12 heads is too small for the matrix products of a CPU's libraries: written out,
-    it becomes one loop over the numbers of the states, into which the sum ``e + alpha Mix(a)`` goes
-    too. Kept for the backward pass are the arguments alone.
+    it becomes one loop over the numbers of the states, which includes the sum ``e + alpha Mix(a)``.
+    The backward pass keeps only the arguments.
 
     Raises:
-      NotImplementedError: where nothing is gained.
+      NotImplementedError: if nothing would be gained.
     """
     call = _displaced(call)
     params = call.params
@@ -353,7 +354,7 @@ def _updated(
 
 
 def _written_out_forward(*args: Any) -> tuple[Array, tuple[Array | None, ...]]:
-    # Not by calling _written_out, which would have no derivative in forward mode over this one.
+    # Calling _written_out instead would leave no derivative in forward mode over this one.
     return _updated(*args), args
 
 
@@ -398,18 +399,18 @@ MOST_FUSED_WIDTH = 128
 
 
 def fused(call: UpdateCall, *, interpret: bool = False, **sizes: int) -> Array:
-    """The update as one kernel each way, for NVIDIA GPUs from Ampere on (``update_kernel``).
+    """Computes the update by one kernel each way, for NVIDIA GPUs from Ampere on.
 
-    The norm ``rms`` is a part of the kernel, ``unit`` follows it. Kept for the backward pass are
-    the arguments and numbers of the gate: the matrices over heads are made again.
+    The kernel (``update_kernel``) includes the norm ``rms``; ``unit`` follows it. The backward pass
+    keeps the arguments and numbers of the gate, and recomputes the matrices over heads.
 
     Args:
       call: the update.
-      interpret: run by XLA operations, on any device.
+      interpret: run with XLA operations, on any device.
       sizes: tokens, warps and stages of a program.
 
     Raises:
-      NotImplementedError: where the kernel cannot, or where nothing is gained.
+      NotImplementedError: if the kernel cannot, or nothing would be gained.
     """
     call = _displaced(call)
     params = call.params
@@ -484,16 +485,16 @@ UPDATES: Mapping[str, Callable[[UpdateCall], Array]] = {
     "fused": fused,
 }
 # Tried first, by platform. On an H200 ``fused`` took 0.6 of the time of ``reference`` in float32,
-# 0.7 in bfloat16, forward and backward (benchmarks/results/2026-11-26-nvidia-h200-2.md). What
-# ``sums`` saves on TPUs by their compiler's own estimate: docs/scale.md.
+# 0.7 in bfloat16, forward and backward (benchmarks/results/2026-11-26-nvidia-h200-2.md). For the
+# savings of ``sums`` on TPUs, by compiler estimate, see docs/scale.md.
 USUAL = {"cpu": ("unrolled",), "gpu": ("fused",), "tpu": ("sums",)}
 
 
 def implementation_names(implementation: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """The names to try, checked; None for an automatic choice.
+    """Returns the checked names to try; None for an automatic choice.
 
     Raises:
-      ValueError: if one is unknown, or there is none.
+      ValueError: if a name is unknown or missing.
     """
     if implementation is None:
         return None

@@ -3,9 +3,9 @@
 One warp owns one token. XLA makes the token's matrix ``I + alpha G(x)``; the kernel multiplies the
 sum ``e + alpha W a`` by it. Both are products over heads of tiles of 16 or 32 rows, which tensor
 cores do, and the gradient of ``W`` stays in registers while a program walks over its tokens.
-Nothing but ``e``, ``a`` and the new state passes through memory. States of more numbers than the
-registers of a warp hold are cut into parts, whose columns are independent but for the norm and for
-the gradients of matrices, which are sums over parts.
+Only ``e``, ``a`` and the new state pass through memory. States of more numbers than the registers
+of a warp hold are cut into parts, whose columns are independent except for the norm and the
+gradients of matrices, which are sums over parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Refs = Mapping[str, Any]
 # Types of states that the kernel reads and writes.
 TYPES = ("float32", "bfloat16", "float16")
 ZERO: Any = np.int32(0)
-# Numbers of a tile, by whether states have 16 bits: with more, kernels spill.
+# Maximum numbers of a tile, by whether states have 16 bits; above, kernels spill.
 MOST_NUMBERS = {False: 1024, True: 2048}
 
 # Axes of all arrays: b batch, which is full or 1; nothing else is split over devices.
@@ -44,11 +44,11 @@ class UpdateKernel:
     """The static part of a call of the kernels.
 
     Attributes:
-      square: what the sum of a head's squared numbers is multiplied by to get its squared norm, for
-        the norm ``rms``; None: no norm.
+      square: factor from the sum of a head's squared numbers to its squared norm, for the norm
+        ``rms``; None: no norm.
       magnitude: the norm of the new state.
       narrow: whether states have 16 bits.
-      tokens: that a program walks over.
+      tokens: tokens per program.
       warps, stages: of a program, as Triton counts them; None: one warp,
         or two for more than 16 rows or several parts.
       interpret: run by XLA operations, on any device.
