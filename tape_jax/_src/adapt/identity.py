@@ -77,8 +77,10 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
     """
     check_variables(variables)
     c = model.config
-    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
-    require(not abstract, "a fingerprint needs the values of parameters; got ShapeDtypeStructs")
+    require(
+        not has_no_values(variables),
+        "a fingerprint needs the values of parameters; got ShapeDtypeStructs",
+    )
     architecture = {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -143,3 +145,8 @@ def _json_copy(values: dict[str, Any]) -> dict[str, Any]:
         return value.item()
 
     return json.loads(json.dumps(values, default=plain))
+
+
+def has_no_values(variables: Any) -> bool:
+    """Whether these are ShapeDtypeStructs in place of arrays."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))

@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax._src import positions
-from tape_jax._src.adapt.identity import Fingerprint, fingerprint
+from tape_jax._src.adapt.identity import Fingerprint, fingerprint, has_no_values
 from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import FLOATS, choose, refuse, require, require_x64, type_name, typed
@@ -392,7 +392,7 @@ def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dic
             f"{old.encoding.kind!r}, and would be lost",
         )
     make_key = functools.partial(jax.random.key, 0)
-    key = jax.eval_shape(make_key) if _shapes_only(variables) else make_key()
+    key = jax.eval_shape(make_key) if has_no_values(variables) else make_key()
     return with_encoding(model, variables, position, key=key)
 
 
@@ -423,12 +423,7 @@ def _initial(
             for k, (name, spec) in zip(keys, specs.items(), strict=False)
         }
 
-    return jax.eval_shape(draw, key) if _shapes_only(like) else draw(key)
-
-
-def _shapes_only(variables: Any) -> bool:
-    """Whether these are ShapeDtypeStructs in place of arrays."""
-    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
+    return jax.eval_shape(draw, key) if has_no_values(like) else draw(key)
 
 
 def _check_start(encoding: positions.Encoding, model: Transformer) -> None:
@@ -605,8 +600,7 @@ def adapt(
             choose(f"option of the method {method!r}", name, chosen.options)
     needs_key = chosen.prepare not in (_unchanged, _drope)
     require(key is not None or not needs_key, f"the method {method!r} needs a random key; got None")
-    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
-    base = None if abstract else fingerprint(model, variables)
+    base = None if has_no_values(variables) else fingerprint(model, variables)
     if scaling is not None:
         model = with_scaling(model, scaling)
     model, variables = chosen.prepare(model, variables, key=key, **options)
