@@ -1,14 +1,14 @@
-"""Compiles for GPUs and TPUs on a machine that has none, and says what the compilers make of it.
+"""Compiles for GPUs and TPUs on a machine that has none, and reports what the compilers say.
 
     python -m benchmarks.aot [--targets sm_90a v5e] [--programs WORD ...] [--out FILE.md]
 
 :mod:`train.analysis.ahead_of_time` says what must be installed. Programs are attention
-forward and backward by every backend, the position update, and whole training steps. Three tables
-are printed: programs, with the memory that the compiler plans; steps, with what they only move; and
-kernels, with what ``ptxas`` reports. It tells neither speed nor whether numbers are right.
+forward and backward by every backend, the position update, and whole training steps. It prints
+three tables: programs, with the memory that the compiler plans; steps, with what they only move;
+and kernels, with what ``ptxas`` reports. It shows neither speed nor whether numbers are right.
 
-The compiler's own counts of operations and bytes take the body of a loop once and know nothing of
-what is inside a kernel, so ``needed`` is what the mathematics needs (:mod:`train.training.flops`).
+The compiler's own counts of operations and bytes count a loop's body once and do not see inside a
+kernel, so ``needed`` is what the mathematics needs (:mod:`train.training.flops`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def attention_program(
     state: bool = True,
     options: Mapping[str, Any] | None = None,
 ) -> AotProgram:
-    """Attention, causal, forward and backward, by one backend and its ``options``."""
+    """Returns causal attention, forward and backward, by one backend and its ``options``."""
 
     def loss(q, k, v, e):
         o, a = attend(
@@ -116,7 +116,7 @@ def attention_program(
 
 
 def update_program(dtype: str, mix: str, by: str, *, backward: bool) -> AotProgram:
-    """The position update of the C4 model, forward or forward and backward."""
+    """Returns the C4 model's position update, forward or forward and backward."""
     update = functools.partial(tape.update_state, implementation=by)
     config = PRESETS["c4"].model
     heads, dim, hidden = config.num_heads, config.dim, config.hidden_size
@@ -175,7 +175,7 @@ def programs(target: Cuda | Tpu) -> list[AotProgram]:
     for by, dtype in itertools.product(ways, ("float32", "bfloat16")):
         found += [update_program(dtype, "heads", by, backward=back) for back in (False, True)]
     best = [name for name in ("pallas", "tokamax_mosaic", "splash") if name in kernels]
-    # What the memory of a v5e holds is less.
+    # A v5e has less memory.
     tokens = 4096 if isinstance(target, Tpu) else PRESETS["c4"].tokens
     for length in PRESETS["c4"].lengths:
         if length <= tokens:
@@ -203,7 +203,7 @@ class KernelReport:
       registers: of a thread.
       spills: bytes stored and loaded because registers did not suffice.
       shared_memory: of a block, in bytes.
-      threads: of a block; of kernels of Mosaic neither is known.
+      threads: of a block; for Mosaic's kernels neither is known.
       serialized: whether Hopper's asynchronous matrix products wait for one another.
     """
 
@@ -278,7 +278,7 @@ def compile_for(target: str, device: Any, program: AotProgram, axis: str = "devi
 
 
 def counts(compiled: jax.stages.Compiled) -> tuple[float, float] | None:
-    """Operations and bytes by the compiler's own count, where it has one."""
+    """Returns operations and bytes by the compiler's own count, if it has one."""
     analysis = compiled.cost_analysis()
     if not analysis:
         # A GPU that is not here has no analysis of its own; that of the CPU reads any program.
@@ -289,7 +289,7 @@ def counts(compiled: jax.stages.Compiled) -> tuple[float, float] | None:
 
 
 def reporting_options(folder: Path) -> dict[str, Any]:
-    """Compiler options that leave ptxas' reports and the launches of kernels in ``folder``.
+    """Returns compiler options that leave ptxas' reports and the launches of kernels in ``folder``.
 
     XLA is pointed at a tool folder whose ``ptxas`` calls the real one and keeps what it says.
     """
@@ -301,7 +301,7 @@ def reporting_options(folder: Path) -> dict[str, Any]:
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return {
         "xla_gpu_cuda_data_dir": str(tools.parent),
-        # Whatever flags say: with less the kernels are others.
+        # Whatever flags say: a lower level gives other kernels.
         "xla_backend_optimization_level": 3,
         "xla_gpu_enable_libnvptxcompiler": False,
         "xla_dump_to": str(folder / "dump"),
@@ -310,7 +310,7 @@ def reporting_options(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reports_of_mosaic(path: Path) -> Iterator[None]:
-    """Keeps what ``ptxas`` says of Mosaic's kernels, which it compiles and prints by itself."""
+    """Keeps what ``ptxas`` says of Mosaic's kernels, which Mosaic itself compiles and prints."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTXAS="1"))
         file = stack.enter_context(path.open("w"))
@@ -333,7 +333,7 @@ LAUNCH = re.compile(r"\] (\S+) grid: .* threads: \[(\d+), (\d+), (\d+)\]\s+share
 
 
 def read_kernels(folder: Path) -> Iterator[KernelReport]:
-    """Kernels that the reports in ``folder`` describe and that the program launches."""
+    """Yields kernels that the reports in ``folder`` describe and that the program launches."""
     launches = {}
     for path in sorted((folder / "dump").glob("*thunk_sequence.txt")):
         for name, x, y, z, shared in LAUNCH.findall(path.read_text()):
@@ -349,7 +349,7 @@ def read_kernels(folder: Path) -> Iterator[KernelReport]:
                 spilled = int(spills[1]), int(spills[2])
                 reports[name] = int(registers[1]), spilled, name in serialized
     for name, (registers, spills, serialized) in reports.items():
-        # Mosaic launches its kernels by itself.
+        # Mosaic launches its kernels itself.
         if name in launches or name.endswith(MOSAIC):
             threads, shared = launches.get(name, (None, None))
             short = name.removesuffix(MOSAIC)
@@ -388,7 +388,7 @@ def program_table(results: Sequence[Compilation]) -> str:
 
 
 def move_table(results: Sequence[Compilation]) -> str:
-    """Returns a table of training steps: how often each only moves numbers, and MiB so written."""
+    """Returns a table of training steps: how often each only moves numbers, and MiB written."""
     rows = [
         (
             got.program.name,
@@ -426,7 +426,7 @@ def kernel_table(results: Sequence[Compilation]) -> str:
 
 
 def versions() -> str:
-    """The packages that the results depend on."""
+    """Returns the packages that the results depend on."""
     names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "libtpu", "tokamax")
     found = []
     for name in names:
@@ -447,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     gpus = [name for name in options.targets if isinstance(CHOSEN[name], Cuda)]
     if len(gpus) > 1:
-        # Without a word (jax 0.11.2).
+        # jax 0.11.2 does so silently.
         parser.error(f"Mosaic GPU compiles all kernels of a process for one GPU; got {gpus}")
     jax.config.update("jax_platforms", "cpu")
     results: list[Compilation] = []

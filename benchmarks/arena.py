@@ -2,20 +2,21 @@
 
     python -m benchmarks.arena [--lengths 256 1024] [--encodings rope fox ...] [--picture FILE.png]
 
-The ``small`` model of :mod:`benchmarks.train_step` on random tokens, a line for each encoding and
-length: the step's time, in turns with RoPE's and run by run over it, RoPE's own over itself in the
-same turns, memory as the compiler plans it, and the operations of its matrix products, of all pairs
-of tokens, by count. A combination is written ``tape+alibi``, a schedule ``rope/rope/none``.
+It trains the ``small`` model of :mod:`benchmarks.train_step` on random tokens. A line for each
+encoding and length has the step's time, in turns with RoPE's; its ratio to RoPE's, run by run;
+RoPE's ratio to itself in the same turns; the memory that the compiler plans; and the counted
+operations of its matrix products, of all pairs of tokens. A combination is written ``tape+alibi``,
+a schedule ``rope/rope/none``.
 
-``--long 8192`` compiles a step of one sequence as long as that: printed is the memory that it takes
-between its arguments and results, and over that of half the length (2: linear, 4: quadratic). The
-steps of those with linear memory are then timed, twice; with ``--repeats 0`` they are not.
+``--long 8192`` compiles a step of one sequence of that length. It prints the memory between its
+arguments and results, and the ratio to that of half the length (2: linear, 4: quadratic). Steps
+with linear memory are then timed, twice, unless you pass ``--repeats 0``.
 
 ``--machines h100 v5e`` adds what the compiler plans for machines that are not here, at the width of
-the C4 model; what such compilers need is said in :mod:`train.analysis.ahead_of_time`.
+the C4 model; :mod:`train.analysis.ahead_of_time` says what these compilers need.
 
-``--rows FILE.jsonl`` keeps each row the moment it is made, and makes none that is there: stopped
-anywhere, the same command continues.
+``--rows FILE.jsonl`` keeps each row the moment it is made, and skips rows that are there: after an
+interruption, the same command continues.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tape_jax._src.core.timing import describe_device, take_turns
 from tape_jax._src.positions.creation import option_names
 from train.analysis import ahead_of_time
 
-# Beside the registry: combinations and schedules that are asked for most.
+# Besides the registry: combinations and schedules that are asked for most.
 COMBINATIONS = (
     *("rope+alibi", "tape+alibi", "tape+fox", "rope+fox+alibi", "wall+fox"),
     *("rope/rope/none", "rope+window/rope+window/rope", "rope+alibi/tape+alibi/tape+alibi"),
@@ -59,10 +60,10 @@ class ArenaRow:
       name: of the encoding.
       batch, length: shape of the batch, in sequences and tokens.
       milliseconds: a step's median.
-      spread: half the quartiles' distance, relative to it.
+      spread: half the quartiles' distance, relative to the median.
       time_ratio: of a step's time to RoPE's, paired.
-      noise: the same of RoPE's to itself.
-      temporary: bytes between arguments and results; None where the compiler does not say.
+      noise: the same ratio of RoPE's to itself.
+      temporary: bytes between arguments and results; None if the compiler does not say.
       operations: of the matrix products of a forward pass.
     """
 
@@ -87,7 +88,7 @@ class ArenaRow:
 def kept(path: Path | None, key: Sequence[Any], make: Callable[[], Any]) -> Any:
     """Returns the row under ``key`` in a file of rows, or makes it with ``make`` and adds it.
 
-    Where ``make`` fails, the row is a sentence with the reason.
+    If ``make`` fails, the row is a sentence with the reason.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
     for line in lines:
@@ -115,7 +116,7 @@ def names(asked: Sequence[str] | None) -> list[str]:
 
 
 def config_of(model: ModelConfig, name: str) -> ModelConfig:
-    """The model with an encoding, which may want to know how numbers are written."""
+    """Returns the model with an encoding, which may need to know how numbers are written."""
     writing = {"digits": tuple(range(48, 58)), "plus": 43, "equals": 61, "reverse_operands": True}
     known = option_names(name)
     fields = {field: value for field, value in writing.items() if field in known}
@@ -123,7 +124,7 @@ def config_of(model: ModelConfig, name: str) -> ModelConfig:
 
 
 def count(config: ModelConfig, batch: int, length: int) -> float:
-    """Operations of a forward pass's matrix products, all pairs of tokens being computed."""
+    """Counts operations of a forward pass's matrix products, for all pairs of tokens."""
     tokens = jax.ShapeDtypeStruct((batch, length), "int32")
     model = Transformer(dataclasses.replace(config, attention_implementation="reference"))
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -184,7 +185,7 @@ def table(found: Sequence[ArenaRow]) -> str:
 
 
 def long_lines(model: ModelConfig, options: argparse.Namespace) -> Iterator[str]:
-    """Steps of one long sequence: memory, how it grows and, where that is linear, time."""
+    """Yields steps of one long sequence: memory, its growth and, if that is linear, time."""
     linear = []
     for name in names(options.encodings):
 
@@ -210,7 +211,7 @@ def long_lines(model: ModelConfig, options: argparse.Namespace) -> Iterator[str]
 
 
 def temporary(config: ModelConfig, length: int) -> int | None:
-    """Temporary memory of a step of one sequence, by the compiler's plan."""
+    """Returns temporary memory of a step of one sequence, by the compiler's plan."""
     step = TrainingStep(config, 1, length)
     memory = Memory.of(step.function.lower(*step.shapes()).compile())
     return None if memory is None else memory.temporary

@@ -6,21 +6,21 @@ One run measures, forward and forward plus backward (gradients of all inputs), i
 
 * each backend that can, for values and state under one set of probabilities (products of values
   twice as wide);
-* ``automatic``: the same by ``implementation=None``, which goes by what ``python -m tape_jax.tune``
-  has measured here, and ``static``, what it takes where nothing was; under each table is what they
-  are, and the quotient of their times;
+* ``automatic``: the same by ``implementation=None``, which uses what ``python -m tape_jax.tune``
+  has measured here, and ``static``, its choice without measurements; a line under each table names
+  both, and the ratio of their times;
 * ``plain``: RoPE, by the library named in the header: one fixed state for all heads, which is not
-  attended and has no gradient; twice, which shows the noise;
-* ``three calls``: how the published code does it, by the same library: the state with duplicated
-  halves, and one attention each over values, cosines and sines;
-* PyTorch's own, where it sees a GPU: its scaled_dot_product_attention and FlashAttention by three
+  attended and has no gradient; twice, to show the noise;
+* ``three calls``: the published code's way, by the same library: the state with duplicated halves,
+  and one attention each over values, cosines and sines;
+* PyTorch's own, if it sees a GPU: its scaled_dot_product_attention and FlashAttention by three
   calls, and FlexAttention by one (:mod:`benchmarks.torch_attention`).
 
-Ratios are of times, run by run. ``x plain`` is to be compared with the arithmetic floor in the
-header; ``x floor`` is that quotient. ``three calls x`` says how much longer those take. TFLOP/s
-count the products that a row's way needs, causal ones half. ``moved`` is the least: inputs and
-outputs, once each. A backend is skipped, and the output says so, where it cannot do the call or its
-temporary memory exceeds ``--memory-limit``.
+Ratios are of times, run by run. Compare ``x plain`` with the arithmetic floor in the header;
+``x floor`` is their ratio. ``three calls x`` says how much longer those take. TFLOP/s count the
+products that a row's way needs, causal ones half. ``moved`` is the minimum: inputs and outputs,
+once each. A backend is skipped, and the output says so, if it cannot do the call or its temporary
+memory exceeds ``--memory-limit``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def batch_size(options: argparse.Namespace, length: int) -> int:
 
 
 def arrays(options: argparse.Namespace, dim: int, length: int) -> list[Array]:
-    """Random q, k, v and e of one call."""
+    """Returns random q, k, v and e of one call."""
     rng, batch = np.random.default_rng(0), batch_size(options, length)
     heads = [options.heads, *[options.kv_heads] * 3]
     types = [*[options.dtype] * 3, options.state_dtype]
@@ -136,7 +136,7 @@ def arrays(options: argparse.Namespace, dim: int, length: int) -> list[Array]:
 
 
 def duplicated(e: Array) -> tuple[Array, Array]:
-    """Cosines and sines of a rotary state with duplicated halves, as the published code has them.
+    """Returns cosines and sines of a rotary state with duplicated halves, as in the published code.
 
     Args:
       e: ``[..., D]``.
@@ -151,7 +151,7 @@ def duplicated(e: Array) -> tuple[Array, Array]:
 def three_calls(
     q: Array, k: Array, v: Array, cos: Array, sin: Array, **call: Any
 ) -> tuple[Array, Array, Array]:
-    """Attention over values, cosines and sines, each by itself; ``call`` is passed on."""
+    """Attends to values, cosines and sines in separate calls; ``call`` is passed on."""
 
     def rotate(x: Array) -> Array:
         c, s = (algebra.repeat_heads(y, x.shape[-2]) for y in (cos, sin))
@@ -204,7 +204,7 @@ def chosen(inputs: Sequence[Array], attends: bool, call: Mapping[str, Any]) -> t
 
 
 def best_library(options: argparse.Namespace, by: Callable, inputs: Sequence[Array]) -> str | None:
-    """The backend of plain attention: the one asked for, or the first that can do it here."""
+    """Returns plain attention's backend: the one asked for, or the first that works here."""
     if options.library:
         return options.library
     for name in LIBRARIES:
@@ -284,7 +284,7 @@ def describe_choice(options: argparse.Namespace, dim: int, length: int) -> str:
 
 
 def report(found: dict[str, CallMeasurement], floor: float) -> str:
-    """The table of one direction at one length."""
+    """Returns the table of one direction at one length."""
     plain, three = found.get("plain"), found.get("three calls")
     lines = []
     for name, got in found.items():

@@ -50,7 +50,7 @@ class Pipeline(NamedTuple):
 
 
 def computed(batch_size: int) -> Iterator[Pipeline]:
-    """Yields sums and tasks of places, as computed by numpy and as they come out of grain."""
+    """Yields sums and tasks of places, as numpy computes them and as grain delivers them."""
     sums = {f"addition, {digits} digits": Addition(digits) for digits in (5, 20, 40, 100)}
     places = {name: get_task(name) for name in TASKS if issubclass(task_type(name), PlaceTask)}
     for name, task in (sums | places).items():
@@ -89,7 +89,7 @@ def suites(length: int = 8192) -> Iterator[Pipeline]:
 
 
 def examples_per_second(produce: Callable[[], object], size: int, seconds: float) -> float:
-    """Examples made in a second of processor time by ``produce()``, ``size`` at a time."""
+    """Counts examples that ``produce()`` makes per second of processor time, ``size`` at a time."""
     produce()
     count, start = 0, time.process_time()
     while time.process_time() - start < seconds:

@@ -1,11 +1,11 @@
-"""Decoding with a cache: TAPE against RoPE, and what a cache holds.
+"""Measures decoding with a cache: TAPE against RoPE, and a cache's size.
 
     python -m benchmarks.decode [--widths 256 512] [--batches 1 16] [--context 512] [--new 64]
 
 For each width and batch, :func:`tape_jax.prefill` fills a cache with ``context`` random tokens and
-:func:`tape_jax.decode` goes on from it greedily; each is timed by itself, encodings taking turns.
-Printed are tokens per second and their ratio to the first encoding, the median of the ratios run by
-run; then the bytes that a cache holds for each token, from the shapes of a model's own cache.
+:func:`tape_jax.decode` goes on from it greedily; each is timed separately, and encodings take
+turns. It prints tokens per second and their ratio to the first encoding, the median of the ratios
+run by run; then a cache's bytes for each token, from the shapes of a model's own cache.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     git worktree add /tmp/before COMMIT
     python -m benchmarks.demos --before /tmp/before [--repeats 9]
 
-Steps of the configs that ``make`` trains, on random tokens, each checkout in a process of its own,
-which keeps its compiled programs (``JAX_COMPILATION_CACHE_DIR``) from one call of this command to
-the next. Printed are medians of the time of a step, their spreads, and the ratio run by run.
+It takes steps of the configs that ``make`` trains, on random tokens. Each checkout has its own
+process, which keeps its compiled programs (``JAX_COMPILATION_CACHE_DIR``) from one call of this
+command to the next. It prints medians of the step time, their spreads, and the ratio run by run.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for case in options.cases:
         for process in processes.values():
-            ask(process, case)  # It compiles.
+            ask(process, case)  # This compiles.
         seconds: dict[str, list[float]] = {name: [] for name in processes}
         for _ in range(options.repeats):
             for name, process in processes.items():

@@ -2,11 +2,11 @@
 
     python -m benchmarks.first_step [--models demo bytes c4] [--encodings rope tape] [--repeats 3]
 
-The programs of ``configs/addition_demo.py``, ``configs/bytes_demo.py`` and
+It compiles the programs of ``configs/addition_demo.py``, ``configs/bytes_demo.py`` and
 ``configs/c4_pretrain.py`` as ``train`` builds them: the one that makes the first state, all of it
 in one number, and the step. Each time is that of a new process, which keeps no compiled programs;
-encodings take turns. Printed are medians and, of the times in all, the ratio to the first encoding,
-run by run. Nothing is run, so that no model needs the memory of its parameters.
+encodings take turns. It prints medians and the ratio of the total times to the first encoding, run
+by run. Nothing is run, so no model needs the memory of its parameters.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure(model: str, encoding: str, overrides: Sequence[str] = ()) -> Seconds
     shape = (wanted.train.batch_size, wanted.task.sequence_length)
     kinds = {"inputs": "int32", "targets": "int32", "weights": "float32"}
     batch = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
-    jax.jit(lambda: 0).lower().compile()  # The backend starts.
+    jax.jit(lambda: 0).lower().compile()  # Starts the backend.
     program = build_program(wanted, None, None)
 
     marks = [time.perf_counter()]

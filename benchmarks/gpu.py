@@ -1,13 +1,13 @@
-"""Everything to measure on a machine with a GPU, in one command and in order of importance.
+"""Measures everything on a machine with a GPU, in one command and in order of importance.
 
     python -m benchmarks.gpu [--minutes 25] [--folder benchmarks/results] [--dry]
 
-Measures which attention is the fastest (``python -m tape_jax.tune``, which keeps it for all
-programs of this machine), runs the tests that need a GPU, attention by itself, and training steps,
-each with a limit, and writes ``DATE-CHIP.md`` with versions, commands and what they printed; a
-later run of the day adds its time to the name. The file is complete after every part: whatever
-stops the run, what was measured is kept, and a part that fails is a result. ``--dry`` runs the same
-parts at sizes that a CPU does in two minutes, keeps none of their times, and fails if a part does.
+It finds the fastest attention (``python -m tape_jax.tune``, which keeps it for all programs of this
+machine), then runs the tests that need a GPU, attention calls, and training steps, each with a
+limit. It writes ``DATE-CHIP.md`` with versions, commands and what they printed; a later run of the
+day adds its time to the name. The file is complete after every part: whatever stops the run,
+measurements are kept. A part that fails is a result. ``--dry`` runs the same parts at sizes that a
+CPU does in two minutes, keeps none of their times, and fails if a part does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Part:
       title: for the report.
       command: after ``python -m``.
       minutes: at most.
-      environment: what is set beside.
+      environment: variables to set.
     """
 
     title: str
@@ -110,7 +110,7 @@ DRY = (
     ),
     Part("The position update", "benchmarks.update --length 32 --repeats 2", 2),
 )
-# Started in a process of its own: it would keep the GPU's memory from the others.
+# This runs in its own process: it would keep the GPU's memory from the others.
 DESCRIBE = "from tape_jax._src.core.timing import describe_device as d; print(d())"
 
 
@@ -121,7 +121,7 @@ class PartOutcome:
     Attributes:
       text: what it printed, and why it failed if it did.
       seconds: that it took.
-      succeeded: whether it ended by itself, and well.
+      succeeded: whether it ended in time, without error.
     """
 
     text: str
@@ -130,7 +130,7 @@ class PartOutcome:
 
 
 def run(part: Part, limit: float, environment: Mapping[str, str]) -> PartOutcome:
-    """Runs a part for so many seconds at most."""
+    """Runs a part for at most ``limit`` seconds."""
     command = [sys.executable, "-m", *part.command.split()]
     start = time.monotonic()
     succeeded = False

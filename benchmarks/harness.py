@@ -1,7 +1,7 @@
 """The lm-evaluation-harness on a small random Llama: this package beside transformers, in one run.
 
 Needs lm_eval, torch, transformers and accelerate. Both get the same requests in batches of the same
-size; the first turn compiles, and is shown apart. Each has one core, whose processor time is
+size; the first turn compiles, and is shown separately. Each has one core, whose processor time is
 measured, so that other work on the machine does not count.
 
     python -m benchmarks.harness
@@ -31,7 +31,7 @@ from tests.train import tokenizer_files
 
 
 def folder(path: Path, width: int, layers: int) -> Path:
-    """A random Llama folder with a tokenizer of 300 tokens."""
+    """Makes a random Llama folder with a tokenizer of 300 tokens."""
     sizes = {"hidden_size": width, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2}
     config = tape.ModelConfig(
         vocab_size=300, intermediate_size=3 * width, position="rope", max_length=1024, **sizes
@@ -62,7 +62,7 @@ def requests(count: int) -> dict[str, list[Any]]:
 
 
 def times(name: str, llama: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of processor time of each turn with one of the two models, by kind of request."""
+    """Returns the processor time of each turn with one model in seconds, by kind of request."""
     if name == "transformers":
         from lm_eval.models.huggingface import HFLM
 
@@ -95,7 +95,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as path:
         llama = folder(Path(path) / "llama", options.width, options.layers)
-        # In processes of their own: threads of the two libraries would keep one another waiting.
+        # Each in its own process: threads of the two libraries would keep one another waiting.
         for name in ("transformers", "tape_jax"):
             call = [sys.executable, "-m", "benchmarks.harness", *sys.argv[1:]]
             call += ["--only", name, str(llama)]

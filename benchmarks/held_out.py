@@ -1,8 +1,8 @@
 """Compares exact match on combinations held out of training with exact match on trained ones.
 
-Evaluations ask only what a hash keeps from training. Where it goes by few symbols, such as the row,
-the column and the value of a cell, a model that guesses among what it sees can have learned which
-combinations never are an answer, and then does worse than a guess where it is asked. Here the same
+Evaluations ask only what a hash keeps out of training. If the hash depends on few symbols, such as
+a cell's row, column and value, a model that guesses among what it sees can have learned which
+combinations never are an answer. In evaluation it then does worse than a guess. Here the same
 random texts ask both.
 
 Run ``python -m benchmarks.held_out RUN...`` with finished runs of tasks of places
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
 
 def ask(trained: Trained, task: PlaceTask, columns: range, questions: int, seed: int = 0) -> Asked:
-    """Answers random questions, one a text, as they come.
+    """Asks random questions, one per text, as they come.
 
     Args:
       trained: the model.
@@ -63,7 +63,7 @@ def ask(trained: Trained, task: PlaceTask, columns: range, questions: int, seed:
     cells = [cell for cell in itertools.product(task.trained[0], columns) if task.exists(*cell)]
     rows, drawn = np.array(cells)[rng.integers(len(cells), size=questions)].T
     texts = task.texts(rng, drawn, rows)
-    # As a task's own, counted from one, for zeros at the end of a row do not matter.
+    # Counted from one as in a task, because zeros at the end of a row do not matter.
     kept = held_out.symbols(texts.hashed.reshape(1, questions, -1) + 1)
     answers, ends = texts.answers[:, -1], texts.places[:, -1] + 1
     tokens = np.pad(texts.tokens, ((0, 0), (0, 1)))

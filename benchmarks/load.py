@@ -1,11 +1,11 @@
-"""Memory that loading and saving a checkpoint take, relative to its size.
+"""Measures the memory to load and save a checkpoint, relative to its size.
 
     python -m benchmarks.load [--megabytes=600]
 
-Writes a synthetic checkpoint into a temporary folder, and loads and saves it in processes of their
-own. Printed is how far a process's resident memory rose at its highest (``VmHWM`` of Linux) above
-what it was before, with the backend started, divided by the size of the tensors. Of what saving
-takes, the parameters themselves are left out: they are there before.
+It writes a synthetic checkpoint into a temporary folder, and loads and saves it in separate
+processes. It prints how far a process's resident memory rose at its highest (``VmHWM`` of Linux)
+above its level before, with the backend started, divided by the size of the tensors. For saving,
+the parameters themselves are left out: they are there before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYERS, WIDTH = 8, 1024
 
 
 def model_of(megabytes: int) -> tape.Transformer:
-    """A model with parameters of about that size in bfloat16, a tenth of it embeddings."""
+    """Returns a model with parameters of about that size in bfloat16, a tenth of it embeddings."""
     total = megabytes * 2**20 / 2
     layer = 0.9 * total / LAYERS - 4 * WIDTH**2
     config = tape.ModelConfig(

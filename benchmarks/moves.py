@@ -1,7 +1,7 @@
 """Counts the instructions of a compiled program that only move numbers, by its optimised HLO.
 
-An instruction moves if all that it does is cutting, joining, casting and reordering. It is counted
-as often as the loops around it turn, with the bytes that it writes.
+An instruction moves if it only cuts, joins, casts and reorders. It is counted as often as the loops
+around it run, with the bytes that it writes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 import re
 from collections.abc import Iterator
 
-# What is no work of its own.
+# Opcodes without work of their own.
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "after-all"}
-# Kinds of moves, by what marks them; the first that an instruction has is its kind.
+# Kinds of moves, by what marks them; an instruction has the first kind that fits.
 KINDS = {
     "into stacks": {"dynamic-update-slice", "scatter"},
     "out of stacks": {"dynamic-slice"},
@@ -41,7 +41,7 @@ class Instruction:
     """A line of HLO.
 
     Attributes:
-      root: whether it is what its computation gives.
+      root: whether its computation returns it.
       name, shape, opcode: as written.
       rest: its operands and attributes.
     """
@@ -104,7 +104,7 @@ def moves(text: str) -> dict[str, Move]:
 
 
 def _computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
-    """Instructions by computation, and the name of the entry."""
+    """Returns instructions by computation, and the entry's name."""
     parts: dict[str, list[Instruction]] = {}
     entry, name = None, ""
     for line in text.splitlines():
@@ -134,8 +134,8 @@ def _executed(
 
 
 def _kind(body: list[Instruction], shapes: dict[str, str]) -> str | None:
-    """The kind of a move, or None for what computes."""
-    # Where to cut is computed from numbers.
+    """Returns the kind of a move; None for what computes."""
+    # Scalars only compute where to cut.
     opcodes = {one.opcode for one in body if one.root or not SCALAR.match(one.shape)} - FREE
     if not opcodes or opcodes - MOVING:
         return None

@@ -1,12 +1,12 @@
-"""Times a training step beside what one would pick instead of this package.
+"""Times a training step against what you would use instead of this package.
 
     pip install '.[peers]'  # a build for the CPU will do
     python -m benchmarks.peers [--lengths 256 1024] [--tokens 2048] [--repeats 10]
 
 The ``small`` model of :mod:`benchmarks.train_step`, by the same optimiser on random tokens: with
-RoPE and with TAPE here; with RoPE and, in place of this package's attention, plain
+RoPE and with TAPE here; with RoPE and, instead of this package's attention, plain
 ``jax.nn.dot_product_attention`` and that of ``flax.linen``; and as Hugging Face's PyTorch Llama,
-which is left out, with the reason, where the extra is not installed. Rows take turns in one
+which is left out, with the reason, if the extra is not installed. Rows take turns in one
 process, in float32 on the CPU; ratios are to the first row, run by run.
 """
 
@@ -66,7 +66,7 @@ LIBRARIES = {"jax.nn": f"{MODULE}:jax_nn", "flax": f"{MODULE}:flax_linen"}
 
 
 def torch_step(config: ModelConfig, batch: int, length: int) -> Callable[[], Any]:
-    """A training step of Hugging Face's Llama of the same shape.
+    """Returns a training step of Hugging Face's Llama of the same shape.
 
     Raises:
       NotImplementedError: if PyTorch or transformers is not installed.

@@ -2,10 +2,10 @@
 
     python -m benchmarks.scaling [--remat full|dots|none] [--attention chunked]
 
-Nothing is timed and nothing is run: steps are compiled for simulated devices of the CPU. One size
-at a time is doubled. ``in between`` is what a step needs beside its arguments, on one device, most
-of it activations; ``sent`` is what a device sends. The devices are in a mesh of ``fsdp``, with one
-sequence for each (weak scaling), or of ``sequence``, which split one sequence.
+Nothing is timed or run: steps are compiled for simulated devices of the CPU. One size at a time is
+doubled. ``in between`` is the memory that a step needs besides its arguments, on one device, mostly
+activations; ``sent`` is what a device sends. The devices are in a mesh of ``fsdp``, with one
+sequence each (weak scaling), or of ``sequence``, which splits one sequence.
 """
 
 from __future__ import annotations

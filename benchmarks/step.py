@@ -4,10 +4,9 @@
 
 The ``small`` model of :mod:`benchmarks.train_step`: a decoder of width 256 (intermediate 1024, 6
 layers, 4 heads, 256 tokens in the vocabulary) on random tokens. Encodings take turns, and all use
-the same attention implementation. Printed are the median time, its spread and the ratio to the
-first encoding, run by run; the same encoding a second time shows what the noise is. Temporary
-memory is what the compiler reports. The tables of :mod:`benchmarks.attention` follow unless
-``--step-only`` is given.
+the same attention implementation. It prints the median time, its spread and the ratio to the first
+encoding, run by run; the same encoding a second time shows the noise. Temporary memory is what the
+compiler reports. The tables of :mod:`benchmarks.attention` follow unless ``--step-only`` is given.
 """
 
 from __future__ import annotations

@@ -10,17 +10,17 @@ __all__ = ["markdown", "mebibytes", "ratio", "tables"]
 
 
 def mebibytes(size: float | None) -> str:
-    """A number of bytes in MiB; ``-`` for None."""
+    """Writes bytes in MiB; ``-`` for None."""
     return "-" if size is None else f"{size / 2**20:.1f}"
 
 
 def ratio(value: float | None, base: float | None) -> str:
-    """Returns ``value / base`` to three decimals; ``-`` where either is missing or zero."""
+    """Returns ``value / base`` to three decimals; ``-`` if either is missing or zero."""
     return f"{value / base:.3f}" if value and base else "-"
 
 
 def tables(text: str) -> list[dict[str, str]]:
-    """Rows of all Markdown tables in a text, each by the header of its table."""
+    """Returns rows of all Markdown tables in a text, each by its table's header."""
     lines = (line for line in text.splitlines() if line.startswith("|"))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     found: list[dict[str, str]] = []

@@ -3,10 +3,10 @@
     python -m benchmarks.tiles [--targets sm_80 sm_90a] [--dims 64 128] [--dtypes bfloat16 float32]
     python -m benchmarks.tiles --time [--dims 64 128] [--length 4096]
 
-For every size of blocks and number of warps the three kernels are compiled as in
-:mod:`benchmarks.aot`, which says what must be installed. Printed, for each kernel, are the sizes
-that spill nothing and fit the shared memory, largest blocks first. ``--time`` instead runs the
-candidates of :data:`CANDIDATES` on the GPU that is here, each kernel by itself, in turns.
+It compiles the three kernels for every block size and number of warps, as in :mod:`benchmarks.aot`,
+which says what must be installed. For each kernel it prints the sizes that spill nothing and fit
+the shared memory, largest blocks first. ``--time`` instead times the candidates of
+:data:`CANDIDATES` on this machine's GPU, each kernel separately, in turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAUNCHERS = {
 KERNELS = tuple(LAUNCHERS)
 
 
-# By head dimension and kernel: those of 16 bits that spill nothing on Hopper.
+# By head dimension and kernel: sizes for 16 bits that spill nothing on Hopper.
 CANDIDATES = {
     (64, "forward"): "64/64/4/2 64/128/4/2 128/64/8/3 128/32/4/3",
     (64, "query_gradients"): "64/64/4/2 64/64/4/3 128/64/8/3",

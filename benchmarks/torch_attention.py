@@ -1,9 +1,9 @@
-"""PyTorch's kernels, computing what our attention does, to be measured beside it.
+"""PyTorch's kernels for what our attention computes, to measure them beside it.
 
-``scaled_dot_product_attention`` and FlashAttention take values as wide as keys, so that they run
-three times: over values, cosines and sines, as the published code does, whose state is these two,
-with duplicated halves. FlexAttention takes values of any width, and runs once, over ``[v | e]``, a
-state of cosines beside sines. Keys and queries are rotated beforehand.
+``scaled_dot_product_attention`` and FlashAttention take values as wide as keys, so they run three
+times: over values, cosines and sines. The published code does so too; its state is these two with
+duplicated halves. FlexAttention takes values of any width, and runs once, over ``[v | e]``, a state
+of cosines beside sines. Keys and queries are rotated beforehand.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from tape_jax._src.attention.tuning.measure import DIRECTIONS
 from train.training.flops import STATE, THREE_CALLS, Products
 
-# ``way(q, k, v, *state)``, arrays [B, H, T, D] of PyTorch, to outputs of values and of the state's
-# arrays: by a function that makes it for a causal rule and a window.
+# ``way(q, k, v, *state)`` maps arrays [B, H, T, D] of PyTorch to outputs of values and of the
+# state's arrays. A function makes it for a causal rule and a window.
 Way = Callable[..., tuple[Any, ...]]
 
 
@@ -63,7 +63,7 @@ def flash(is_causal: bool, window: int | None) -> Way:
     """Returns the way of the package flash-attn.
 
     Raises:
-      NotImplementedError: where it is not installed.
+      NotImplementedError: if it is not installed.
     """
     if importlib.util.find_spec("flash_attn") is None:
         raise NotImplementedError("flash-attn is not installed")
@@ -117,7 +117,7 @@ def rotated(x: Any, cos: Any, sin: Any) -> Any:
     return x * cos + torch.cat([-imag, real], dim=-1) * sin
 
 
-# What each needs, how it is made, and its state, of cosines beside sines.
+# What each needs, and how to make it and its state from cosines beside sines.
 WAYS: dict[str, tuple[Products, Callable[[bool, int | None], Way], Callable[[Any], Any]]] = {
     "three calls": (THREE_CALLS, scaled_dot_product, duplicated),
     "FlashAttention, three calls": (THREE_CALLS, flash, duplicated),
@@ -146,7 +146,7 @@ def rows(
       window: keys before and behind a query that it sees; None: all.
 
     Returns:
-      Nothing where there is no PyTorch with a GPU.
+      Nothing without a PyTorch that sees a GPU.
     """
     if importlib.util.find_spec("torch") is None:
         return {}, {}

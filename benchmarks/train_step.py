@@ -6,9 +6,9 @@ A row is an encoding, or ``encoding:backend`` to name its attention backend, suc
 ``tape:cudnn:fused`` names how the update is computed too, and ``tape:cudnn:state_dtype=bfloat16``
 sets a field of the model. ``--unrolled`` writes layers out instead of looping over them. The step
 is that of ``train.training.loop``: loss, gradients, clipping and an update by AdamW, on random
-tokens. Rows take turns; ratios are to the first row, run by run, and the first row's own second
-entry shows the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in
-all`` with parameters, moments and batch. Model FLOP utilisation is that of
+tokens. Rows take turns; ratios are to the first row, run by run, and the first row's second entry
+shows the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in all``
+with parameters, moments and batch. Model FLOP utilisation is that of
 :func:`train.training.flops.model_flops`, where the chip's peak is known.
 """
 
@@ -33,7 +33,7 @@ class Preset:
     """A model to measure, with its default lengths and tokens.
 
     Attributes:
-      model: all of it but the encoding and the attention backend.
+      model: all except the encoding and the attention backend.
       lengths: of the sequences.
       tokens: in a batch, at every length.
     """
@@ -70,7 +70,7 @@ PRESETS = {
 
 
 def row_config(model: ModelConfig, row: str) -> ModelConfig:
-    """The model of a row: ``encoding[:backend[:update]][:field=value]...``."""
+    """Returns the model of a row: ``encoding[:backend[:update]][:field=value]...``."""
     fields = ("position", "attention_implementation", "update_implementation")
     named, settings = [], {}
     for part in row.split(":"):
@@ -86,7 +86,7 @@ def row_config(model: ModelConfig, row: str) -> ModelConfig:
 def report(
     configs: dict[str, ModelConfig], found: dict[str, StepMeasurement], batch: int, length: int
 ) -> str:
-    """The table of one length."""
+    """Returns the table of one length."""
     device, rows = jax.devices()[0].device_kind, []
     base = next(iter(found.values()))
     first = base.memory.total if base.memory else None

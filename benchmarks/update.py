@@ -3,10 +3,9 @@
     python -m benchmarks.update [--batch B] [--length T] [--heads H] [--mixes NAME ...]
 
 One run measures, in turns, forward and forward plus backward (gradients of everything), the update
-of states in float32 and bfloat16, with activations in bfloat16. ``moved`` is the least: inputs and
-outputs, once each, with which ``GB/s`` goes; ``ratio`` is to ``reference``, run by run, and its own
-second entry shows the noise. An implementation that cannot run here is skipped, and the output says
-so.
+of states in float32 and bfloat16, with activations in bfloat16. ``moved`` is the minimum: inputs
+and outputs, once each; ``GB/s`` uses it. ``ratio`` is to ``reference``, run by run, and its second
+entry shows the noise. An implementation that cannot run here is skipped, and the output says so.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def arguments(options: argparse.Namespace, mix: str, dtype: str) -> tuple[Any, ...]:
-    """Random parameters, state, attended state and activations."""
+    """Makes random parameters, state, attended state and activations."""
     rng, hidden = np.random.default_rng(0), options.heads * options.head_dim
     params = init_update(jax.random.key(0), hidden, options.heads, attention_mix=mix)
     shape = (options.batch, options.length, options.heads, options.head_dim)

@@ -1,13 +1,13 @@
-"""Addition with the recipe and at the size of the paper (TAPE, section 5.1 and Table 5).
+"""Addition with the paper's recipe and size (TAPE, section 5.1 and Table 5).
 
-Claim: TAPE generalises to operands longer than those it was trained on better than RoPE, random
-RoPE, FIRE and no encoding do (the paper's figures come from code in which position states do not
-reach the output, see docs/differences.md; this is the experiment that it describes). At the size of
-configs/addition_demo.py TAPE differs clearly from no rival (research/evidence.md).
+Claim: TAPE generalises better than RoPE, random RoPE, FIRE and no encoding to operands longer than
+those of training. The paper's figures come from code in which position states do not reach the
+output (docs/differences.md); this is the experiment that the paper describes. At the size of
+configs/addition_demo.py TAPE does not differ clearly from any rival (research/evidence.md).
 Cost: not measured.
 Command:
     python -m train.main train --config=configs/addition.py --run=runs/addition --evaluate
-The published data has operands of up to 20 digits, the paper's title for it says 40:
+The published data has operands of up to 20 digits, but the paper's title for it says 40:
     --config.task.max_digits=20
 """
 

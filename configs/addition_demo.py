@@ -1,9 +1,9 @@
-"""Addition in a few minutes on a laptop: TAPE against RoPE, judged to twice the trained length.
+"""Addition in a few minutes on a laptop: TAPE against RoPE, up to twice the trained length.
 
 Claim: trained on sums of numbers with up to 5 digits, TAPE answers at least 99 % of unseen sums of
-that size. What each does with longer ones is for the report to show. By research/evidence.md TAPE
-differs clearly from no rival there: nobody exceeds 5 % on average, at rates chosen by those longer
-sums, with which most do not learn the trained lengths whole.
+that size. The report shows what each does with longer ones. In research/evidence.md TAPE does not
+differ clearly from any rival there: none exceeds 5 % on average. Learning rates were chosen by
+those longer sums; with them most do not learn the trained lengths fully.
 Cost: under 2 minutes for both trainings and evaluations on 2 idle cores, 3.5 minutes of processor
 time; 6 minutes on cores that other work keeps busy.
 Command: make addition-demo, which is

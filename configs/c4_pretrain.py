@@ -1,20 +1,19 @@
-"""Pre-training on C4 with the recipe and at the size of the paper (TAPE, section 5.2 and Table 5).
+"""Pre-training on C4 with the paper's recipe and size (TAPE, section 5.2 and Table 5).
 
 Claim: with equal steps and data, TAPE reaches a lower perplexity than RoPE and the other encodings
 do, at the trained length and beyond it. At the size of configs/bytes_demo.py TAPE does not differ
-significantly from RoPE at the trained length, and is clearly worse at eight times it. With ALiBi's
-bias the claim is confirmed at the trained length, where TAPE is clearly below RoPE with that bias
-too; at eight times it that difference is not significant (research/evidence.md).
+significantly from RoPE at the trained length, and is clearly worse at eight times that length. With
+ALiBi's bias the claim is confirmed at the trained length, where TAPE is clearly below RoPE with
+that bias too; at eight times that length the difference is not significant (research/evidence.md).
 Cost: not measured.
 Command:
     python -m train.main train --config=configs/c4_pretrain.py --run=runs/c4 --evaluate \
         --config.task.tokenizer=llama/tokenizer.model
-Another encoding is one option: --config.model.position.kind=alibi
-The tokenizer is a sentencepiece .model or a tokenizer.json of at most 32,000 tokens, such as that
-of Llama 2, from wherever you have it. The corpus is prepared once, where TensorFlow and apache-beam
-are installed, with
+One option chooses another encoding: --config.model.position.kind=alibi
+You provide the tokenizer, a sentencepiece .model or a tokenizer.json of at most 32,000 tokens, such
+as that of Llama 2. Prepare the corpus once, with TensorFlow and apache-beam installed:
     tfds build c4/en --file_format=array_record
-or read from the files that the Allen Institute for AI publishes:
+or read the files that the Allen Institute for AI publishes:
     --config.task.source='c4/en/c4-train.000*.json.gz' \
     --config.task.held_out_source='c4/en/c4-validation.*.json.gz'
 10,000 steps read 5.2 billion tokens; if the share of the corpus that is tokenised (train[:5%],

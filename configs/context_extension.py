@@ -1,4 +1,4 @@
-"""Llama 2 7B from 4,096 to 8,192 tokens with the recipe of the paper (TAPE, Table 5).
+"""Llama 2 7B from 4,096 to 8,192 tokens with the paper's recipe (TAPE, Table 5).
 
 Claim: tuned for 1,000 steps on sequences of twice the trained length, the model with TAPE in place
 of RoPE has a lower perplexity up to 8,192 tokens than the one with LoRA, LongLoRA or another rotary
@@ -11,8 +11,8 @@ Command:
         --config.task.source='redpajama/**/*.jsonl' \
         --config.task.held_out_source='tokens:pg19_test.bin'
 The base is a Hugging Face folder of Llama or a run; sizes and tokenizer are read from it. The texts
-are yours: RedPajama to train on, PG19 to be judged by; a run is judged by another text, such as
-proof-pile, by
+are yours: RedPajama to train on, PG19 to test on. To test a run on another text, such as
+proof-pile:
     python -m train.main eval --run=runs/longer/tape \
         --config.evaluation.source='tokens:proof_pile_test.bin'
 The same in minutes on a CPU: configs/context_extension_demo.py.

@@ -1,13 +1,13 @@
 """Context extension in minutes on a laptop: bytes and passkeys from 64 to 128 tokens.
 
-Claim: 150 steps of any method bring perplexity at twice the length of the base below that of the
-base and of the base with scaled frequencies; beyond, at four times, only the larger rotary base
+Claim: 150 steps of any method bring perplexity at twice the base's length below that of the base
+and of the base with scaled frequencies. At four times its length, only the larger rotary base
 keeps it. TAPE is not ahead at this size. Measured, perplexity at 64, 128 and 256 bytes, mean of
 three seeds, TAPE with attention_mix="head_scale": base 4.05, 10.83, 16.00; scaled 7.29, 7.39,
 14.00; TAPE 5.50, 5.53, 10.59; LoRA 4.58, 4.61, 15.51; LongLoRA 4.69, 4.76, 15.58; theta 4.79, 4.82,
-5.04; full 4.51, 4.54, 17.03. docs/experiments.md has the passkeys, and what this says and does not,
-of one base and one rate for all. From five bases, with tuned rates (research/evidence.md), the
-claim is contradicted: perplexity at 128 bytes TAPE 5.04, with the published code's mixing 5.01,
+5.04; full 4.51, 4.54, 17.03. docs/experiments.md has the passkeys, and says what one base and one
+learning rate for all can and cannot show. From five bases, with tuned rates (research/evidence.md),
+the claim is contradicted: perplexity at 128 bytes TAPE 5.04, with the published code's mixing 5.01,
 LoRA 4.33, LongLoRA 4.52, theta 4.48, full 4.20; passkeys there show no clear difference.
 Cost: 16 minutes of processor time for the base and the 21 runs, on cores that other work kept busy.
 Command: first the base, a RoPE model that learns Python source and short passkeys side by side,

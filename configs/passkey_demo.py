@@ -7,10 +7,10 @@ keys, TAPE with attention_mix="head_scale", the published code's mixing: RoPE 10
 % with seed 0, and 77.0 % and 30.0 % (100 % at the trained length) with
 --config.model.position.norm=rms. Five seeds with rates chosen alike (research/protocol.md,
 research/evidence.md): beyond the trained length TAPE finds 58 %, with the published code's mixing
-54, RoPE 65, no encoding 80, ALiBi 99.9, sinusoids 0; only the last two differ clearly from TAPE. So
-that TAPE's retrieval does not drop with length is contradicted, in both forms.
+54, RoPE 65, no encoding 80, ALiBi 99.9, sinusoids 0; only the last two differ clearly from TAPE.
+This contradicts the claim that TAPE's retrieval does not drop with length, in both forms.
 Cost: 70 seconds of processor time for a training of RoPE with its evaluation, about twice that for
-TAPE, on one of two cores that other work kept busy.
+TAPE, on one of two cores busy with other work.
 Command:
     python -m train.main compare --config=configs/passkey_demo.py --run=runs/passkey_demo \
         --encodings=tape,rope --seeds=3

@@ -1,9 +1,9 @@
-"""TAPE put into a trained Llama, which otherwise stays as it is: no scaling, its own tokenizer.
+"""Puts TAPE into a trained Llama that otherwise stays unchanged: no scaling, its own tokenizer.
 
-Claim: before the first step the model computes what its base does; what trains is the update of the
-position states, with the norms, the embeddings and the output projection.
+Claim: before the first step the model computes what its base does. Only the update of the
+position states, the norms, the embeddings and the output projection train.
 Cost: not measured for a large base. Trained parameters are kept in float32 with two moments, all
-others in the type of the base, without gradients.
+others in the base's dtype, without gradients.
 Command:
     python -m train.main train --config=configs/retrofit.py --run=runs/tape \
         --config.adapt.base=checkpoints/llama-2-7b --config.task.source='books/**/*.txt'

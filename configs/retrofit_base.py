@@ -1,12 +1,12 @@
-"""A small RoPE model of the sources of installed packages, as the base of retrofits.
+"""A small RoPE model trained on the sources of installed packages, the base of retrofits.
 
 Claim: none; it is what configs/retrofit_demo.py adapts.
-Cost: 2.3 hours of one core, by the first 300 steps. A checkpoint in bfloat16 has 3.7 MB.
+Cost: 2.3 hours of one core, judged by the first 300 steps. A checkpoint in bfloat16 has 3.7 MB.
 Command:
     python -m train.main train --config=configs/retrofit_base.py --run=runs/short_base --resume
-It reads 30 MB of the packages next to the interpreter, those that begin with a, f, g, j, t or x and
-not with an o after it. One sequence in ten is a short passkey. One pass over the text, with about
-17 bytes for each parameter.
+It reads 30 MB of the packages next to the interpreter, those whose names begin with a, f, g, j, t
+or x, not followed by o. One sequence in ten is a short passkey. It makes one pass over the text,
+with about 17 bytes per parameter.
 """
 
 import sysconfig

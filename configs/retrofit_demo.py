@@ -1,19 +1,20 @@
-"""A small model of bytes, retrofitted from 512 to 2,048 by rival methods, and judged by all means.
+"""A small model of bytes, retrofitted from 512 to 2,048 by rival methods, with all evaluations.
 
 Claim: with five seeds LoRA, ALiBi beside the rotation and TAPE with ALiBi are best, with no
-significant difference; TAPE alone is behind (benchmarks/results/2026-11-28-retrofit.md).
-Cost: processor time. The base, 2.3 hours; --config.adapt.base=examples/byte_llama spares them. A
-training takes 9 to 22 minutes, an evaluation with RULER 6: about ten hours with five seeds.
-Command: make retrofit, which is, first, the base, a RoPE model of two million parameters that reads
-the sources of installed packages and short passkeys,
+significant difference; plain TAPE is behind (benchmarks/results/2026-11-28-retrofit.md).
+Cost: in processor time, 2.3 hours for the base, which --config.adapt.base=examples/byte_llama
+saves. A training takes 9 to 22 minutes, an evaluation with RULER 6: about ten hours with five
+seeds.
+Command: make retrofit, which first trains the base, a RoPE model of two million parameters, on the
+sources of installed packages and short passkeys,
     python -m train.main train --config=configs/retrofit_base.py --run=runs/short_base --resume
 and then
     python -m train.main compare --config=configs/retrofit_demo.py --run=runs/retrofit \
         --methods=base,scaled,tape,lora,drope,\
 rope+alibi:slopes=learned_from_zero,tape+alibi:slopes=learned_from_zero --seeds=5 \
         --suite=ruler:lengths=512,2048:form=short
-The scaling of all methods but base and drope is YaRN's; drope trains at 512 bytes. Called again,
-it goes on where it was stopped.
+All methods except base and drope use YaRN's scaling; drope trains at 512 bytes. Called again, the
+command continues where it stopped.
 """
 
 from ml_collections import ConfigDict

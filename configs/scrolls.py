@@ -1,4 +1,4 @@
-"""Fine-tuning on SCROLLS with the recipe of the paper (TAPE, section 5.2 and Table 5).
+"""Fine-tuning on SCROLLS with the paper's recipe (TAPE, section 5.2 and Table 5).
 
 Claim: after equal pre-training and fine-tuning, TAPE answers questions about documents better than
 RoPE and the other encodings do.
@@ -7,11 +7,11 @@ Command:
     python -m train.main train --config=configs/scrolls.py --run=runs/qasper --evaluate \
         --config.task.tokenizer=llama/tokenizer.model
 It starts from a run of configs/c4_pretrain.py, runs/c4, with the same tokenizer. The data are the
-benchmark's archives (github.com/tau-nlp/scrolls has the links) in the folder scrolls/; another
-subset is one option: --config.task.subset=contract_nli
+benchmark's archives (github.com/tau-nlp/scrolls has the links) in the folder scrolls/. One option
+chooses another subset: --config.task.subset=contract_nli
 To compare encodings, pre-train them with the command compare in runs/c4, and then give it this
-config with --config.train.initial=runs/c4/{encoding} (the name alone: not for encodings with
-options, nor for schedules, whose folders have other names)
+config with --config.train.initial=runs/c4/{encoding}. This works for plain names only: the folders
+of encodings with options and of schedules have other names.
 """
 
 from ml_collections import ConfigDict

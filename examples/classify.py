@@ -1,4 +1,4 @@
-"""Training of a classifier, for the examples."""
+"""Trains a classifier for the examples."""
 
 import jax
 import jax.numpy as jnp

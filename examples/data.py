@@ -1,4 +1,4 @@
-"""Data that the examples make up as they go."""
+"""Synthetic data for the examples."""
 
 import jax
 import jax.numpy as jnp
@@ -7,23 +7,23 @@ Array = jax.Array
 
 
 def repeated_halves(key: Array, batch: int, length: int, vocab_size: int) -> Array:
-    """Token ids [batch, length] whose second half repeats the first."""
+    """Returns token ids [batch, length] whose second half repeats the first."""
     half = jax.random.randint(key, (batch, length // 2), 0, vocab_size, jnp.int32)
     return jnp.concatenate([half, half], axis=1)
 
 
 def next_token_loss(logits: Array, tokens: Array) -> Array:
-    """Mean cross entropy, in nats, of the tokens of the second half."""
+    """Returns the mean cross entropy, in nats, of the second half's tokens."""
     half = tokens.shape[1] // 2
     log_p = jax.nn.log_softmax(logits[:, half - 1 : -1])
     return -jnp.take_along_axis(log_p, tokens[:, half:, None], axis=-1).mean()
 
 
 def two_spots(key: Array, batch: int, size: int, patch: int) -> tuple[Array, Array]:
-    """Noisy images [batch, size, size] with a bright spot and a dark one, and which is higher up.
+    """Returns noisy images [batch, size, size] with a bright and a dark spot, and labels.
 
-    Labels [batch]: 1 where the bright spot is higher. The spots lie in different rows of patches;
-    where one is says little by itself, only their relation tells.
+    Labels [batch] are 1 where the bright spot is higher. The spots lie in different rows of
+    patches; the place of one says little by itself, only their relation tells.
     """
     keys = jax.random.split(key, 4)
     image = 0.3 * jax.random.normal(keys[0], (batch, size, size))
@@ -37,9 +37,9 @@ def two_spots(key: Array, batch: int, size: int, patch: int) -> tuple[Array, Arr
 
 
 def two_tones(key: Array, batch: int, samples: int, rate: float) -> tuple[Array, Array]:
-    """Sounds [batch, samples] of a high tone and a low one, and which comes first.
+    """Returns sounds [batch, samples] of a high and a low tone, and labels.
 
-    Labels [batch]: 1 where the high tone comes first. Both tones last a quarter of the sound.
+    Labels [batch] are 1 where the high tone comes first. Both tones last a quarter of the sound.
     """
     keys = jax.random.split(key, 3)
     t = jnp.arange(samples) / rate

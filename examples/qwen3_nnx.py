@@ -88,7 +88,7 @@ def init_caches(batch, capacity):
 
 
 def write(model, tokens, count):
-    """Return ``count`` more tokens, the most likely ones."""
+    """Returns ``count`` more tokens, each the most likely."""
     index, end = 0, tokens.shape[-1] + count
     caches, new, written = init_caches(len(tokens), end), tokens, []
     run = nnx.jit(lambda model, *args: model(*args))

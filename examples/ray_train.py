@@ -1,12 +1,12 @@
-"""Starts the command line of this project on the hosts of a TPU slice through Ray Train.
+"""Runs this project's command line on the hosts of a TPU slice through Ray Train.
 
     pip install 'ray[train]'
     python -m examples.ray_train --topology=4x4 --accelerator=TPU-V6E --hosts=4 \\
         train --config=configs/c4_pretrain.py --run=/shared/runs/c4 --resume \\
         --config.sharding.fsdp=-1
 
-Ray joins the processes, so ``--distributed`` is not given. A host that dies is replaced, and
-``--resume`` lets the run go on from its newest intact checkpoint. The run folder must be shared.
+Ray joins the processes, so do not give ``--distributed``. Ray replaces a host that dies, and
+``--resume`` continues the run from its newest intact checkpoint. The run folder must be shared.
 """
 
 from __future__ import annotations

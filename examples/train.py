@@ -1,11 +1,11 @@
-"""Needs: optax, grain, orbax-checkpoint. Trains a TAPE model on bytes: one file, to be forked.
+"""Needs: optax, grain, orbax-checkpoint. Trains a TAPE model on bytes: one file to fork.
 
 A minute on one CPU; the same file runs on all devices of a host, or on a pod:
 
     python -m examples.train
     python -m examples.train --text='books/**/*.txt' --out=/shared/runs/books --distributed
 
-Stopped, the same command goes on from its newest checkpoint, with the data where it was.
+After a stop, the same command continues from its newest checkpoint and place in the data.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tape_jax.sharding import ShardingConfig
 
 
 class Windows:
-    """Windows of a text with the bytes that follow, as a random-access source."""
+    """A random-access source of text windows, with the bytes that follow as targets."""
 
     def __init__(self, text, length):
         self.text, self.length = text, length
@@ -43,7 +43,7 @@ class Windows:
 
 
 def read(pattern, length):
-    """Returns the bytes of all files that match: to train on, and a twentieth that is held out."""
+    """Returns the bytes of all matching files: a training part and a held-out twentieth."""
     text = b"\n".join(Path(p).read_bytes() for p in sorted(glob.glob(pattern, recursive=True)))
     block = 80 * length
     if len(text) < block:
@@ -54,7 +54,7 @@ def read(pattern, length):
 
 
 def batches(text, mesh, args):
-    """An endless iterator over this process's share of each batch."""
+    """Returns an endless iterator over this process's share of each batch."""
     rows = grain.MapDataset.source(Windows(text, args.length)).shuffle(seed=args.seed).repeat()
     share, shares = mesh.share()
     rows = rows[share::shares].batch(args.batch // shares)
@@ -71,7 +71,7 @@ def make_model(args):
 
 
 def make_step(model, mesh, args):
-    """Returns the first state, and two compiled functions: a training step, and a batch's loss."""
+    """Returns the initial state and two compiled functions: a training step and a batch's loss."""
     rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, args.steps // 20, args.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
@@ -100,7 +100,7 @@ def make_step(model, mesh, args):
 
 
 def main(argv=None):
-    """Trains, and returns the loss of each step, and that of held-out text."""
+    """Trains, and returns each step's loss, followed by that of held-out text."""
     args = parse(argv)
     if args.distributed:
         jax.distributed.initialize()

@@ -1,6 +1,6 @@
-"""Encodings of recent models, schedules, and TAPE without RoPE's start, at the other suites' tasks.
+"""Tests recent models' encodings, schedules, and TAPE without RoPE's start on other suites' tasks.
 
-What is asked, and why, stands in research/protocol.md. Records are those of the other suites.
+research/protocol.md says what is asked and why. Records are those of the other suites.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from research.place_claims import AGAIN, Question, claim_of
 from research.studies import RECENT, encodings
 from research.trainings import Trainings
 
-# Each alone, and with ALiBi's bias.
+# Each of them with ALiBi's bias.
 BIASED = tuple(f"{name}_alibi" for name in RECENT)
 SCHEDULES = ("rope_none", "rope_windows", "tape_late_alibi")
 FORMS = (*RECENT, *BIASED, *SCHEDULES)
 RIVALS = ("rope_alibi", "tape_alibi")
 ASKED = ("counting", "selective_copy", "recall", "text", "text, 8x")
 
-# Of TAPE's states, in place of RoPE's; beside the same with RoPE's, and without the update.
+# Other starts of TAPE's states; WITHOUT has RoPE's start, and forms without the update.
 STARTS = ("tape_shift", "tape_phases", "tape_polar")
 WITHOUT = ("tape_demo", "rope_alibi", "pope_alibi")
 STARTED = ("counting", "selective_copy", "navigation")
@@ -37,7 +37,7 @@ def _asked(name: str, forms: tuple[str, ...], rivals: tuple[str, ...], words: st
 QUESTIONS = {
     **{f"{name}, starts": _asked(name, STARTS, WITHOUT, ", with other starts") for name in STARTED},
     **{name: _asked(name, FORMS, RIVALS) for name in ASKED},
-    # Where the demo's form of TAPE was chosen.
+    # This task chose the demo's form of TAPE.
     AGAIN: _asked(AGAIN, FORMS, (*RIVALS, "tape_demo")),
 }
 

@@ -1,4 +1,4 @@
-"""The choice of a study's budget and of each rival's learning rate (research/protocol.md)."""
+"""Chooses a study's budget and each rival's learning rate (research/protocol.md)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from train.checks import choose
 
 
 class Curve(NamedTuple):
-    """The score and the rivals that the budget of a study is chosen by.
+    """The score and the rivals that decide a study's budget.
 
     Attributes:
-      score: its key; at the trained lengths.
+      score: key of the score, at the trained lengths.
       most: the largest multiple of the configuration's steps that the study may take.
-      rivals: those that are trained for it.
-      sudden: whether a gain by any longer training counts, not by the next multiple alone: for
+      rivals: the rivals that are trained for it.
+      sudden: whether a gain by any longer training counts, not only by the next multiple: for
         tasks that are learned all at once.
     """
 
@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 
     Attributes:
       multiple: the chosen one.
-      improving: whether longer training was still worth its cost; None: it was not tried.
+      improving: whether longer training was still worth its cost; None if it was not tried.
     """
 
     multiple: int
@@ -45,13 +45,13 @@ def choose_budget(
     higher_is_better: bool,
     sudden: bool = False,
 ) -> Budget:
-    """The smallest multiple after which none of the rivals gains enough from the next.
+    """Returns the smallest multiple after which no rival gains enough from the next.
 
     Args:
-      values: by rival and multiple: points of exact match, or perplexities.
+      values: points of exact match or perplexities, by rival and multiple.
       most: the largest multiple that may be chosen.
-      higher_is_better: whether they are exact match.
-      sudden: of :class:`Curve`.
+      higher_is_better: whether the values are exact match.
+      sudden: as in :class:`Curve`.
     """
     multiples = sorted(next(iter(values.values())))
     for place, multiple in enumerate(multiples[:-1], 1):
@@ -67,12 +67,12 @@ def choose_budget(
 
 
 class RateStep(NamedTuple):
-    """The learning rate that the scores so far choose, or those to try next.
+    """The learning rate that the scores so far choose, or the rates to try next.
 
     Attributes:
       missing: rates that have no score yet and are needed next.
       chosen: the rate; None while some are missing.
-      at_end: whether it is the best and the first or the last of the ladder, so that one beyond it
+      at_end: whether the best rate is the first or the last of the ladder, so that one beyond it
         may be better.
     """
 
@@ -84,18 +84,18 @@ class RateStep(NamedTuple):
 def next_rates(
     scores: Mapping[str, float], first: str, ladder: Sequence[str], within: float = 0.0
 ) -> RateStep:
-    """The next step of a walk that ends where the best has both its neighbours.
+    """Returns the next step of a walk, which ends once the best rate's neighbours have scores.
 
     Args:
-      scores: by rate, the higher the better; of equals the one nearest to ``first`` is the best,
+      scores: by rate, the higher the better; among equals the one nearest to ``first`` is best,
         then the smaller rate.
       first: where the walk begins; it and its neighbours are tried in any case.
       ladder: all rates, ascending.
-      within: where the best has both its neighbours, the smallest of all that were tried and are at
-        most this much below it is chosen; 0: the best itself.
+      within: if the best has both its neighbours, the smallest rate whose score is at most this
+        much below it is chosen; 0: the best itself.
 
     Raises:
-      ValueError: a rate that is not on the ladder.
+      ValueError: a rate is not on the ladder.
     """
     for rate in (first, *scores):
         choose("rate of the ladder", rate, ladder)

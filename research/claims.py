@@ -1,4 +1,4 @@
-"""The claims about TAPE (of arXiv:2501.00712, and of others who wrote of it), and their tests."""
+"""The claims about TAPE (by arXiv:2501.00712, and others who wrote about it), and their tests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Claim(NamedTuple):
       title: what is claimed.
       test: how it is tested, and what counts as confirmed.
       needs: what a test at the published scale would take.
-      studies: names of those that it uses.
-      judge: says what came out for one of the forms.
-      forms: that are judged, each by itself.
-      beside: a study, a score of it and contextual rivals, beside which the forms stand.
-      cut: a study and a form in which all layers update: what it loses without the update of each
-        of them is said beside the verdict.
-      name: in a word or two, where claims are the rows of a table.
-      words: what verdicts are called, where that is not their value.
+      studies: names of the studies that it uses.
+      judge: returns the verdict on one of the forms.
+      forms: forms that are judged, each separately.
+      beside: a study, one of its scores, and contextual rivals that the forms are compared with.
+      cut: a study and a form in which all layers update: the page says beside the verdict what it
+        loses without each layer's update.
+      name: a word or two, for tables with a row for each claim.
+      words: names of verdicts, if they differ from their values.
     """
 
     title: str
@@ -49,12 +49,12 @@ class Claim(NamedTuple):
     words: Mapping[Kind, str] = {}
 
     def word(self, kind: Kind) -> str:
-        """The name of a verdict on this claim."""
+        """Returns the name of a verdict on this claim."""
         return self.words.get(kind, kind.value)
 
 
 def _against(form: str, *rivals: str) -> list[str]:
-    """The rivals of a form: of one with a bias, RoPE with the same bias too."""
+    """Returns a form's rivals; for a form with a bias, also RoPE with that bias."""
     return [*rivals, *(["rope_alibi"] if form == "tape_alibi" else [])]
 
 
@@ -111,7 +111,7 @@ def _updates(studies: Studies, form: str) -> Verdict:
 
 
 def _ablation(variant: str) -> Callable[[Studies, str], Verdict]:
-    """The test that a variant is worse at sorting longer words."""
+    """Returns the test that a variant is worse at sorting longer words."""
     return lambda studies, form: wins(studies["ablations"], BEYOND, [variant], name=form)
 
 
@@ -129,14 +129,14 @@ def _orthogonal(studies: Studies, form: str) -> Verdict:
 
 
 def _algorithms(studies: Studies, form: str) -> Verdict:
-    """Judges whether a form leads at one problem at least, and trails nowhere, in one family."""
+    """Judges, as one family, whether a form leads at one problem at least and trails nowhere."""
     of_problems = [studies[f"length-{problem}"] for problem in PROBLEMS]
     rivals = ("rope", "alibi", "fire", "none")
     return together(form, [[(study, BEYOND, rival) for rival in rivals] for study in of_problems])
 
 
 def standing(studies: Studies, claim: Claim) -> Sequence[Verdict]:
-    """The verdicts on the forms beside contextual rivals that the claim does not name."""
+    """Returns the forms' verdicts against contextual rivals that the claim does not name."""
     if claim.beside is None:
         return ()
     study, key, rivals = claim.beside

@@ -1,4 +1,4 @@
-"""Tests the claims about TAPE, or where it is ahead, and writes a page that says what came out.
+"""Tests the claims about TAPE, or where it is ahead, and writes a page with the results.
 
   python -m research.main evidence
   python -m research.main evidence --only=addition,passkey
@@ -6,16 +6,16 @@
   python -m research.main evidence --suite=places --only=address --rivals=tape_alibi,rope
   python -m research.main evidence --config.scale=gpu
 
-Says what is missing and how long it will take, and makes it, claims first, by research/protocol.md.
-Each run is written to --results the moment it ends, the page every ten minutes: stopped anywhere,
-the same command continues. --plan stops before the first run. --quick makes a few of the runs once
-more in a folder of their own, and says whether they are those on record. --page runs nothing, and
-needs nothing but the results. Results by another protocol or another config are named and left out.
---rivals makes the runs of these rivals, and those by which a budget is chosen.
+Prints which runs are missing and how long they will take, then makes them, claims first, by
+research/protocol.md. Each run is written to --results the moment it ends, the page every ten
+minutes: after an interruption, the same command continues. --plan stops before the first run.
+--quick repeats a few runs in a separate folder, and says whether they equal those on record. --page
+runs nothing, and needs only the results. Results by another protocol or config are named and left
+out. --rivals makes the runs of these rivals, and those that choose a budget.
 
---suite=places compares encodings at tasks in which a place is to be found by content, in place of
-the claims; its page is apart, and says too what the runs of the claims say of one TAPE for all.
---suite=arena asks some of both of encodings that recent models have.
+--suite=places replaces the claims by tasks in which a place must be found by content. Its page is
+separate, and also says what the claims' runs say about one TAPE for all. --suite=arena asks some
+questions of both suites about encodings of recent models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from research.suites import Suite
 
 RESULTS, RUNS, PAGE = Path("research"), Path("runs"), Path("research")
-# What the folder of results is called.
+# The name of the results folder.
 FOLDER = "records"
 
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     runs = args.runs or RUNS / folder
     recorded = Place(Store(args.results or RESULTS / folder), runs, args.jobs, scale)
     with tempfile.TemporaryDirectory() as nowhere:
-        # What is only read needs no run folders, and neither finds nor leaves any.
+        # Reading needs no run folders, and neither finds nor leaves any.
         read = recorded._replace(runs=Path(nowhere))
         idle = args.page or args.plan
         place, out = read if idle else recorded, args.out or PAGE / f"{name}.md"
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _narrowed(suite: Suite, chosen: Sequence[str], args: argparse.Namespace) -> dict[str, Design]:
-    """Returns the chosen studies that have rivals named on the command line, with these alone.
+    """Returns the chosen studies that have rivals named on the command line, with only these.
 
     Raises:
       ValueError: no study has such a rival.
@@ -128,7 +128,7 @@ def _narrowed(suite: Suite, chosen: Sequence[str], args: argparse.Namespace) -> 
 
 
 def scale_of(overrides: Sequence[str]) -> str:
-    """The scale that the command line asks for.
+    """Returns the scale that the command line asks for.
 
     Raises:
       ValueError: it asks for anything else.

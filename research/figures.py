@@ -15,7 +15,7 @@ from train.compare.plots import BODY, SMALL, TITLE
 from train.statistics import estimate
 from train.tasks import Score
 
-# Grey, which no share has.
+# Grey: no share has it.
 NO_VALUE = "0.8"
 
 
@@ -26,10 +26,9 @@ def dots(
     *,
     red: Collection[str],
 ) -> Figure:
-    """A panel for each score, a row for each rival, a dot for each seed, a line for the interval.
+    """Draws a panel per score, with a row per rival, a dot per seed and a line for the interval.
 
-    Where less is better the axis is logarithmic. Intervals of shares are drawn as far as a share
-    can be.
+    The axis is logarithmic if less is better. Intervals of shares stop at a share's limits.
 
     Args:
       title: of the picture.
@@ -74,13 +73,13 @@ def heat_map(
     brackets: Collection[tuple[str, str]] = (),
     meaning: str = "",
 ) -> Figure:
-    """A row for each rival, a column for each study, a colour and a number from 0 to 100, or grey.
+    """Draws rivals by studies: each cell has a colour and a number from 0 to 100, or is grey.
 
     Args:
       title: of the picture.
-      values: by rival and study; None where there is none.
+      values: by rival and study; None if there is no value.
       brackets: rivals and studies whose numbers stand in brackets.
-      meaning: of brackets.
+      meaning: what brackets mean.
     """
     columns = list(next(iter(values.values())))
     cells = np.array([list(row.values()) for row in values.values()], float)

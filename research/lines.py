@@ -1,12 +1,12 @@
-"""Files of JSON lines: first what all records share, then one line for each with what it adds.
+"""Files of JSON lines: first the fields that all records share, then a line for each record.
 
-The first line is ``{"format": ..., "shared": {...}}``. Every other line is a record, less what is
-shared: a field inside a field is named by its path, as in ``{"name": "tape-seed1",
-"experiment.seed": 1}``, and stands in place of what is shared there. Of several lines with one name
-the last one counts.
+The first line is ``{"format": ..., "shared": {...}}``. Every other line is a record without the
+shared fields. A field inside a field is named by its path, as in ``{"name": "tape-seed1",
+"experiment.seed": 1}``, and replaces the shared value. If several lines have one name, the last one
+counts.
 
-Lines are appended, each by one process at a time. A process that is killed while it writes can
-leave a part of the last line only: it is left out, and the next one to write removes it.
+Lines are appended by one process at a time. A process that is killed while it writes can leave only
+a part of the last line: readers skip it, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Contents(NamedTuple):
 
 
 def read(path: Path, format: str) -> Contents:
-    """Return the records of a file of this format; none if there is no file."""
+    """Returns the records of a file of this format; none if there is no file."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -49,16 +49,16 @@ def read(path: Path, format: str) -> Contents:
 
 
 def append(path: Path, format: str, record: Fields, shared: Sequence[str]) -> None:
-    """Adds a record, and does not return before it is on the disk.
+    """Adds a record, and returns once it is on the disk.
 
     Args:
-      path: the file; is made, with its folder, if it does not exist.
+      path: the file, made with its folder if it does not exist.
       format: of the file.
       record: in JSON types, with a ``name``.
       shared: fields that the records to come are expected to share with the first one.
 
     Raises:
-      ValueError: a file of another format, or a number that is not finite.
+      ValueError: the file has another format, or a number is not finite.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path) as file:
@@ -74,7 +74,7 @@ def append(path: Path, format: str, record: Fields, shared: Sequence[str]) -> No
         else:
             common = {key: record[key] for key in shared}
             before = _header(format, common)
-        # Opened to append: whatever was read, this goes to the end.
+        # The file is open for appending: this goes to the end, whatever was read.
         file.write((before + _line(difference(common, record))).encode())
         file.flush()
         os.fsync(file.fileno())
@@ -83,7 +83,7 @@ def append(path: Path, format: str, record: Fields, shared: Sequence[str]) -> No
 
 
 def rewrite(path: Path, format: str, shared: Sequence[str]) -> None:
-    """Writes a file anew, so that its first line has all that its records share of these fields.
+    """Rewrites a file, so that its first line has whatever its records share of these fields.
 
     A file with a line that cannot be read is left as it is.
     """
@@ -94,9 +94,9 @@ def rewrite(path: Path, format: str, shared: Sequence[str]) -> None:
 
 
 def text(format: str, records: Sequence[Fields], shared: Sequence[str]) -> str:
-    """The content of a file with these records, whose first line has what all share of some fields.
+    """Returns a file's content, with what all records share of some fields in its first line.
 
-    A record with None in a field that others have has no say in it.
+    A record whose field is None is ignored there if others have a value.
     """
     header: dict[str, Any] = {}
     for key in shared:
@@ -107,9 +107,9 @@ def text(format: str, records: Sequence[Fields], shared: Sequence[str]) -> str:
 
 
 def common(records: Sequence[Fields]) -> dict[str, Any]:
-    """The fields in which all records agree, and those inside fields that all of them have alike.
+    """Returns the fields in which all records agree, and the parts of fields in which they do.
 
-    A field whose own fields have other names in some record belongs to each record as a whole.
+    A field whose own fields have other names in some record is not divided.
     """
     if not records:
         return {}
@@ -126,7 +126,7 @@ def common(records: Sequence[Fields]) -> dict[str, Any]:
 
 
 def difference(shared: Fields, record: Fields, start: str = "") -> dict[str, Any]:
-    """The fields of a record that are not shared, by path; names have no dots."""
+    """Returns a record's fields that are not shared, by path; names have no dots."""
     found: dict[str, Any] = {}
     for key, value in record.items():
         require("." not in key, f"a field of a record has a dot in its name: {key!r}")
@@ -141,7 +141,7 @@ def difference(shared: Fields, record: Fields, start: str = "") -> dict[str, Any
 
 
 def restored(shared: Fields, line: Fields) -> dict[str, Any]:
-    """The record of which :func:`difference` made a line."""
+    """Returns the record that :func:`difference` made a line of."""
     record = _copied(shared)
     for path, value in line.items():
         *groups, key = path.split(".")
@@ -180,7 +180,7 @@ def _parsed(data: bytes, path: Path, format: str) -> Contents:
 
 
 def _shared(line: bytes, path: Path, format: str) -> dict[str, Any]:
-    """The shared fields, from the first line; ValueError if it is of no file of this format."""
+    """Returns the shared fields of the first line; ValueError if it has another format."""
     header = json_object(line)
     require(
         header is not None and header.get("format") == format and "shared" in header,
@@ -201,7 +201,7 @@ def _line(fields: Fields) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
-    """A file to read and to append to, which nobody else has open so until this is over."""
+    """Opens a file to read and append, locked against other processes until this ends."""
     while True:
         with open(path, "a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Makes the runs that a suite lacks, and sets quick runs beside recorded ones."""
+"""Makes the runs that a suite lacks, and compares quick runs with recorded ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from research.trainings import PlannedTrainings
 from train.evaluation.grids import text_table
 from train.tasks import Score
 
-# Writing the page of all studies takes as long as a third of their shortest runs, and no run starts
-# meanwhile.
+# Writing the page of all studies takes a third of the time of their shortest runs, and no run
+# starts meanwhile.
 SECONDS_BETWEEN_PAGES = 600.0
 
 
@@ -37,12 +37,12 @@ def plan(suite: Suite, studies: Mapping[str, Study], side_by_side: int) -> str:
 
 
 def make(suite: Suite, studies: dict[str, Any], study: Study, out: Path, *, quick: bool) -> None:
-    """Makes what a study lacks; the page follows every ten minutes, and in the end.
+    """Makes a study's missing runs; writes the page every ten minutes and at the end.
 
     Args:
       suite: whose page it is.
-      studies: all of the page.
-      study: what is made: one of these, or one with a part of its runs.
+      studies: all studies of the page.
+      study: to make: one of these, or one with part of its runs.
       out: the page.
       quick: whether only the quick part is made.
     """

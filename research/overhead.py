@@ -1,4 +1,4 @@
-"""The cost of one encoding beside another: time and memory of a step, parameters, operations."""
+"""Compares the cost of encodings: time and memory of a step, parameters, operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train.training import runs
 from train.training.flops import model_flops
 from train.training.step import TrainState, make_optimizer, make_step
 
-# What every measurement has; memory only where the compiler says it.
+# Every measurement has these; it has memory if the compiler reports it.
 MEASURED = ("length", "milliseconds", "time", "noise", "parameters", "operations")
 
 
@@ -36,7 +36,7 @@ class Memory:
     Attributes:
       arguments, outputs: what it is given and returns.
       shared: part of the outputs that overwrites arguments.
-      temporary: in between.
+      temporary: needed in between.
     """
 
     arguments: int
@@ -46,17 +46,17 @@ class Memory:
 
     @property
     def moved(self) -> int:
-        """The least that is read and written: arguments and outputs, once each."""
+        """The minimum that is read and written: arguments and outputs, once each."""
         return self.arguments + self.outputs
 
     @property
     def total(self) -> int:
-        """Everything that is there while the program runs."""
+        """All memory in use while the program runs."""
         return self.moved - self.shared + self.temporary
 
     @classmethod
     def of(cls, program: jax.stages.Compiled) -> Memory | None:
-        """The plan of a compiled program; None where the backend has none."""
+        """Returns a compiled program's plan; None if the backend has none."""
         plan = program.memory_analysis()
         if plan is None:
             return None
@@ -91,11 +91,11 @@ class TrainingStep:
         return TrainConfig(steps=10_000, batch_size=self.batch, learning_rate=1e-4, warmup=0.02)
 
     def inputs(self) -> tuple[TrainState, dict[str, jax.Array]]:
-        """A fresh state and a batch of random tokens."""
+        """Returns a fresh state and a batch of random tokens."""
         return jax.jit(self._inputs)()
 
     def shapes(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
-        """Shapes and types of :meth:`inputs`; nothing is computed."""
+        """Returns the shapes and dtypes of :meth:`inputs`, without computing."""
         return jax.eval_shape(self._inputs)
 
     def _inputs(self) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -113,7 +113,7 @@ class TrainingStep:
 
 
 class Runner:
-    """A compiled :class:`TrainingStep` that goes on training each time that it is called."""
+    """A compiled :class:`TrainingStep` that takes another training step on each call."""
 
     def __init__(self, step: TrainingStep):
         keep_freed_memory()
@@ -136,7 +136,7 @@ class StepMeasurement:
 
 
 def again(name: str) -> str:
-    """The name under which a row is measured a second time."""
+    """Returns the name of a row's second measurement."""
     return f"{name}, again"
 
 
@@ -151,8 +151,8 @@ def measure_steps(
       repeats: timed steps of each.
 
     Returns:
-      Measurements by row, those of the first row a second time as :func:`again`; and the reasons
-      why other rows cannot be measured here.
+      Measurements by row, with the first row's second one under :func:`again`, and the reasons why
+      other rows cannot be measured here.
     """
     runners: dict[str, Runner] = {}
     skipped = {}
@@ -173,7 +173,7 @@ def measure_steps(
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Training steps of two encodings, in turns in one process, several times.
+    """Times training steps of two encodings in turns, several times, in one process.
 
     Attributes:
       name: a word, fit for a folder.
@@ -181,11 +181,11 @@ class Cost:
       fields: by scale, the fields in which the models differ from it.
       lengths: by scale, of the sequences.
       tokens: by scale, in a batch.
-      rivals: by name, the fields of the config that make those whose cost it is.
-      reference: beside which they are measured.
-      seeds: each a measurement of every rival and length.
+      rivals: by name, config fields of the encodings whose cost is measured.
+      reference: the encoding that they are measured against.
+      seeds: each gives a measurement of every rival and length.
       repeats: timed steps of a measurement.
-      minutes: that one takes, for plans.
+      minutes: how long a measurement takes, for plans.
     """
 
     name: str
@@ -200,7 +200,7 @@ class Cost:
     minutes: float = 1.5
 
     def at(self, place: Place) -> PlannedCost:
-        """The study at a place."""
+        """Returns the study at a place."""
         return PlannedCost(self, place)
 
 
@@ -249,7 +249,7 @@ class PlannedCost(Measurements):
         )
 
     def measure(self, item: Item) -> dict[str, Any]:
-        """Ratios of the encoding to the reference, and of the reference to itself."""
+        """Measures ratios of the encoding to the reference, and of the reference to itself."""
         mine, (length, batch) = item.experiment, self._shape(item)
         reference = {"model.position.kind": self.design.reference}
         theirs = self._experiment(length, mine.seed, reference)
@@ -274,7 +274,7 @@ class PlannedCost(Measurements):
         return item.experiment.task.sequence_length, item.experiment.train.batch_size
 
     def check(self, record: Record) -> None:
-        """Raises ValueError if it is no measurement of cost."""
+        """Raises ValueError unless this is a measurement of cost."""
         missing = [name for name in MEASURED if name not in record.found]
         require(not missing, f"a measurement without {', '.join(missing)}")
 
@@ -287,7 +287,7 @@ class PlannedCost(Measurements):
         return found
 
     def tables(self) -> Iterator[str]:
-        """Multiples of the reference's cost, a row for each rival and length."""
+        """Yields multiples of the reference's cost, a row for each rival and length."""
         keys = ("time", "noise", "memory", "parameters", "operations")
         rows = []
         for rival in self.design.rivals:

@@ -1,4 +1,4 @@
-"""Studies beside each other that have the same scores, and rivals in common."""
+"""Compares studies that have the same scores, and rivals in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Studies = Mapping[str, PlannedTrainings]
 
 
 def tables(studies: Studies) -> Iterator[str]:
-    """A table for each score: rivals by studies, with the mean and the interval of the seeds."""
+    """Yields a table for each score: rivals by studies, with mean and interval over seeds."""
     shown, rivals = _complete(studies)
     if not shown:
         return
@@ -42,7 +42,7 @@ def _cell(study: PlannedTrainings, rival: str, shown: str) -> str:
 
 
 def picture(studies: Studies) -> Figure:
-    """Means beyond the trained length, as far as they are complete."""
+    """Draws the means beyond the trained length that are complete."""
     shown, rivals = _complete(studies)
     found = {
         rival: {
@@ -69,7 +69,7 @@ def has_picture(studies: Studies) -> bool:
 
 
 def _complete(studies: Studies) -> tuple[Studies, list[str]]:
-    """The studies and the rivals of which something is complete."""
+    """Returns the studies and rivals that have something complete."""
     shown, found = {}, set[str]()
     for name, study in studies.items():
         if known := {r for r in study.design.rivals if study.values(r, BEYOND) is not None}:
@@ -80,5 +80,5 @@ def _complete(studies: Studies) -> tuple[Studies, list[str]]:
 
 
 def _values(study: PlannedTrainings, rival: str, shown: str) -> dict[int, float] | None:
-    """A score by seed; None unless the rival is there and complete."""
+    """Returns a score by seed; None unless the rival is there and complete."""
     return study.values(rival, BEYOND, shown) if rival in study.design.rivals else None

@@ -1,4 +1,4 @@
-"""The page that says what came out, made from the results files and from nothing else."""
+"""Writes the page of results, from the results files only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from train.evaluation.grids import text_table
 from train.files import write_atomically
 
 MOST_NAMES = 6
-# Per cent right at the trained lengths up to which nobody has even begun to learn a task.
+# If all rivals have fewer per cent right at the trained lengths, none has begun to learn.
 HARDLY = 50
 
 LEGEND = (
@@ -39,14 +39,14 @@ UNLEARNED = (
 )
 
 Studies = Mapping[str, Any]
-# Claims with the verdict on each of their forms, and with those beside contextual rivals.
+# Claims, with the verdicts on their forms, and the verdicts beside contextual rivals.
 Judged = Sequence[tuple[Claim, Sequence[Verdict], Sequence[Verdict]]]
-# Studies, each with a rival of which it has runs.
+# Studies, each with a rival that it has runs of.
 Begun = Collection[tuple[str, str]]
 
 
 def studies_at(suite: Suite, place: Place) -> dict[str, Any]:
-    """Every study of a suite at a place, by name, and those that it reads."""
+    """Returns a suite's studies at a place by name, and those that it reads."""
     designs = itertools.chain(suite.designs, *suite.read.values())
     return {design.name: design.at(place) for design in designs}
 
@@ -61,7 +61,7 @@ def write(suite: Suite, studies: Studies, page: Path, *, changed: Study | None =
       changed: the only study whose pictures are drawn again; None: all.
 
     Raises:
-      ValueError: a file in the way that is not ours.
+      ValueError: a file that is not ours is in the way.
     """
     require_ours(page)
     folder = page.parent / "images" / page.stem
@@ -120,13 +120,13 @@ def markdown(suite: Suite, studies: Studies, images: str) -> str:
 
 
 def _own(suite: Suite, studies: Studies) -> dict[str, Any]:
-    """The studies that are described on the suite's own page."""
+    """Returns the studies that are described on the suite's own page."""
     read = {design.name for design in itertools.chain(*suite.read.values())}
     return {name: study for name, study in studies.items() if name not in read}
 
 
 def _columns(suite: Suite, studies: Studies) -> dict[str, Any]:
-    """The studies of an overview: those that a claim is about, judged beyond the trained length."""
+    """Returns the overview's studies: a claim is about each, judged beyond the trained length."""
     names = [claim.studies[0] for claim in suite.claims if len(claim.studies) == 1]
     found = {name: studies[name] for name in dict.fromkeys(names)}
     return {name: one for name, one in found.items() if BEYOND in one.design.scores}
@@ -172,7 +172,7 @@ def _two_columns(first: str, second: str, rows: Mapping[str, str]) -> str:
 
 
 def _verdicts(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
-    """A line for each claim; with an overview, a column for each form."""
+    """Yields a line for each claim; with an overview, a column for each form."""
     if suite.overview:
         forms = list(dict.fromkeys(form for claim, *_ in found for form in claim.forms))
         rows = []
@@ -238,7 +238,7 @@ def _tests(suite: Suite, studies: Studies, found: Judged, begun: Begun) -> Itera
 
 
 def _found(claim: Claim, verdicts: Sequence[Verdict], begun: Begun) -> Iterator[str]:
-    """Yields a line for all forms of which the same is to be said, the judged ones first."""
+    """Yields a line for each group of forms with the same words, the judged ones first."""
     said: dict[str, list[str]] = {}
     not_run = []
     found = zip(claim.forms, verdicts, strict=True)
@@ -248,7 +248,7 @@ def _found(claim: Claim, verdicts: Sequence[Verdict], begun: Begun) -> Iterator[
             if not any((study, form) in begun for study in claim.studies):
                 not_run.append(f"`{form}`")
                 continue
-            # Which runs these are is said of the study.
+            # The study's section says which runs these are.
             short = [what.partition(" (")[0] for what in verdict.missing]
             more = len(short) - MOST_NAMES
             missing = "; ".join(short[:MOST_NAMES])
@@ -261,7 +261,7 @@ def _found(claim: Claim, verdicts: Sequence[Verdict], begun: Begun) -> Iterator[
 
 
 def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """Yields what a form's states do where its claim is contradicted or not told apart, or asks."""
+    """Yields what a form's states do if its claim is contradicted, not told apart, or has a cut."""
     for inner in studies.values():
         if claim.cut and (said := inner.says_of_layers(*claim.cut)):
             yield f"* {said} ([{inner.name}](#{inner.name}))."

@@ -32,7 +32,7 @@ class Size(NamedTuple):
     """The size of a task's study: minutes, budget and questions.
 
     Attributes:
-      minutes: of a run with the configuration's steps, on average of all rivals.
+      minutes: of a run with the configuration's steps, averaged over all rivals.
       most: the largest multiple of these steps that the hours allow (research/protocol.md).
       samples: questions of each cell of its grid.
     """
@@ -55,13 +55,13 @@ TASKS = {
     "counting": Size(0.35),
     "selective_copy": Size(0.35),
 }
-# By name, the tasks that are asked of longer trainings too (research/protocol.md).
+# By name, the tasks that are also trained for longer (research/protocol.md).
 MULTIPLE = 4
 LONGER = {f"{task}_{MULTIPLE}x": task for task in ("address", "recall")}
-# One of them once more, with other seeds and another choice of rates: version 2 of the protocol.
+# One of them again, with other seeds and another choice of rates: version 2 of the protocol.
 AGAIN, BEFORE = "address_4x_again", "address_4x"
 
-# Every form is judged by itself. The first two have no bias.
+# Every form is judged separately. The first two have no bias.
 FORMS = (
     "tape_head_scale",
     "tape",
@@ -76,7 +76,7 @@ FORMS = (
 SHARED_FORMS = tuple(form for form in FORMS if form != "tape_head_scale_alibi")
 LONGER_FORMS = ("tape_alibi", "tape_demo")
 RIVALS = ("rope", "alibi", "fire", "none")
-# The form without its update: RoPE with the same bias, and of the chosen one with its option too.
+# Each form without its update: RoPE with the same bias; the chosen one keeps its option too.
 WITHOUT_UPDATE = {
     "tape_head_scale_alibi": "rope_alibi",
     "tape_alibi": "rope_alibi",
@@ -92,17 +92,17 @@ CURVE = ("tape_alibi", "rope_alibi")
 
 
 class Question(NamedTuple):
-    """A question on which each of some forms is judged by itself.
+    """A question on which forms are judged, each separately.
 
     Attributes:
-      study: its name.
+      study: name of its study.
       title: what is asked.
-      forms: that are judged.
+      forms: forms that are judged.
       key: of the score.
       rivals: of every form; None: :func:`rivals_of`.
-      beside: contextual rivals beside which the forms stand too.
-      note: on how, beside its test.
-      of_all: whether one TAPE for all is asked for it: what was added later is not.
+      beside: contextual rivals that the forms are also compared with.
+      note: text that follows its test.
+      of_all: whether "One TAPE for all" counts it; questions added later are not counted.
     """
 
     study: str
@@ -176,12 +176,12 @@ QUESTIONS = {
 OF_ALL = {name: asked for name, asked in QUESTIONS.items() if asked.of_all}
 SHARED = tuple((asked.study, asked.key) for asked in OF_ALL.values() if asked.study not in TASKS)
 
-# One TAPE for all: where it must be ahead, in how many others at least, and what share of longer
-# sums it must have right, in per cent.
+# One TAPE for all: where it must be ahead, at how many other tasks at least, and the per cent of
+# longer sums that it must have right.
 CANDIDATES = ("tape_alibi", "tape_demo", "tape_chosen")
 REQUIRED, OTHERS, SUMS_RIGHT = ("text", "text, 8x", "address"), 2, 50.0
 
-# By which the paper's mixing of heads is set beside the published code's.
+# The scores that compare the paper's mixing of heads with the published code's.
 MIXED = (
     *SHARED,
     ("context", "perplexity_overlapping_1x"),
@@ -190,7 +190,7 @@ MIXED = (
     *((f"length-{problem}", BEYOND) for problem in PROBLEMS),
 )
 
-# FoX's decay beside ALiBi's bias: what has both and what has the bias alone, and where.
+# FoX's decay beside ALiBi's bias: forms with both, the same with only the bias, and where.
 DECAYED = {"tape_fox_open_alibi": "tape_alibi", "rope_fox_open_alibi": "rope_alibi"}
 DECAYED_AT = (
     ("text", "perplexity_1x"),
@@ -201,7 +201,7 @@ DECAYED_AT = (
     ("flip_flop", BEYOND),
 )
 
-# What verdicts are called: on tasks, and of one form beside another.
+# Names of verdicts: on tasks, and on one form beside another.
 WORDS = {Kind.CONFIRMED: "ahead", Kind.CONTRADICTED: "behind"}
 COMPARED = {Kind.CONFIRMED: "better", Kind.CONTRADICTED: "worse"}
 
@@ -212,7 +212,7 @@ def rivals_of(form: str) -> list[str]:
 
 
 def _studies_of(scores: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """The studies of scores, each once."""
+    """Returns the studies of scores, each once."""
     return tuple(dict.fromkeys(study for study, _ in scores))
 
 
@@ -230,8 +230,7 @@ def _judge_of(asked: Question) -> Callable[[Studies, str], Verdict]:
 def one_for_all(studies: Studies, form: str) -> Verdict:
     """Judges whether a form is ahead wherever it must be and at other tasks, and behind nowhere.
 
-    All of its differences are one family, which says where it is behind; if it is, the others need
-    not be known.
+    One family of all differences shows where it is behind; if it is, the others need not be known.
     """
     asked = [
         (studies[one.study], one.key, rival) for one in OF_ALL.values() for rival in rivals_of(form)
@@ -263,7 +262,7 @@ def one_for_all(studies: Studies, form: str) -> Verdict:
 
 
 def _sums_right(study: PlannedTrainings, form: str) -> Verdict:
-    """Judges whether enough of the sums are right that are longer than any trained on."""
+    """Judges whether enough sums are right among those longer than any trained on."""
     if what := study.missing(form, BEYOND):
         return Verdict(Kind.UNFINISHED, [], (f"{study.name}, {what}",))
     values, label = study.values(form, BEYOND), study.score(BEYOND).label
@@ -301,14 +300,14 @@ def _study(task: str) -> Trainings:
         shown=(INSIDE,),
         curve=Curve(INSIDE, most=size.most, rivals=CURVE, sudden=True),
         minutes=size.minutes,
-        # Where questions point is for pictures, and more than all the rest.
+        # ``pointing`` is for pictures, and larger than all the rest.
         not_kept=("pointing",) if task == "address" else (),
         quick=CURVE if task == "flip_flop" else (),
     )
 
 
 def _longer(name: str) -> Trainings:
-    """A task's study with another budget and fewer rivals."""
+    """Returns a task's study with another budget and fewer rivals."""
     rivals = dict.fromkeys(r for form in LONGER_FORMS for r in (form, *rivals_of(form)))
     return dataclasses.replace(
         _study(LONGER[name]),
@@ -321,7 +320,7 @@ def _longer(name: str) -> Trainings:
 
 
 def _asked_again() -> Trainings:
-    """A longer study by another procedure, of all that is judged by it."""
+    """Returns a longer study by another procedure, with all that it judges."""
     asked = [one for one in QUESTIONS.values() if one.study == AGAIN]
     compared = [name for one in asked for name in (*one.forms, *(one.rivals or ()))]
     return dataclasses.replace(
@@ -333,7 +332,7 @@ def _asked_again() -> Trainings:
 
 
 def _with_more(study: str) -> Trainings:
-    """A study of the claims, which has these rivals too; what is on record serves both."""
+    """Returns a study of the claims with these rivals too; records serve both."""
     (design,) = (one for one in STUDIES_OF_CLAIMS if one.name == study)
     assert isinstance(design, Trainings)
     more = encodings(*SHARED_FORMS, *(r for form in SHARED_FORMS for r in rivals_of(form)))
@@ -347,7 +346,7 @@ STUDIES = (
     _asked_again(),
 )
 _READ = {*_studies_of(MIXED)}.difference(study.name for study in STUDIES)
-# Studies of the claims that are made and described there.
+# Studies that the suite of claims makes and describes.
 OF_CLAIMS = tuple(design for design in STUDIES_OF_CLAIMS if design.name in _READ)
 
 GPU = "`python -m research.main evidence --suite=places --config.scale=gpu`"

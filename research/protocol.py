@@ -1,8 +1,8 @@
 """The numbers of research/protocol.md, which says what they are for.
 
-None depends on a result but two: the rates from 3e-1 on, which the addendum of 23 November 2026
-added because on text the best rate of sinusoids was the end of the ladder before; and version 2,
-which was written when a question of version 1 had not been settled.
+Only two depend on a result. The addendum of 23 November 2026 added the rates from 3e-1 on, because
+on text the best rate of sinusoids was the end of the ladder before. Version 2 was written when a
+question of version 1 had not been settled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 VERSION = 1
 
-# Seeds by which learning rates are chosen, and those that claims are judged by.
+# Seeds that choose learning rates, and seeds that judge claims.
 CHOOSING, REPORTING = (0, 1), (2, 3, 4, 5, 6)
 
 
@@ -20,10 +20,10 @@ class Procedure(NamedTuple):
 
     Attributes:
       version: of the protocol.
-      choosing: seeds by which learning rates are chosen, by questions that no test asks.
-      reporting: other seeds, by which verdicts are found.
-      within: the smallest of the rates tried is chosen that is at most so many points of exact
-        match below the best; 0: the best itself.
+      choosing: seeds that choose learning rates, by questions that no test asks.
+      reporting: other seeds, which decide verdicts.
+      within: the smallest rate tried that is at most this many points of exact match below the best
+        is chosen; 0: the best itself.
     """
 
     version: int = VERSION
@@ -43,14 +43,14 @@ RATES = (
 # The rate that is tried first, by scale; its neighbours are tried in any case.
 FIRST = {"cpu": "3e-3", "gpu": "3e-4"}
 
-# Multiples of a configuration's steps, and by which share of perplexity, or by how many points of
-# exact match, doubling them must improve a score for the larger one to be worth it.
+# Multiples of a configuration's steps. A larger one is worth it if doubling the steps improves a
+# score by this share of perplexity, or by this many points of exact match.
 MULTIPLES = (1, 2, 4)
 WORTH_PERPLEXITY, WORTH_POINTS = 0.02, 2.0
 
-# What may be lost from the trained length to longer ones: keys in points, or a share of perplexity.
+# The loss allowed from the trained length to longer ones: keys in points, or a share of perplexity.
 KEYS_LOST, PERPLEXITY_GAINED = 5.0, 0.05
-# A step may take so many times that of RoPE, a model have so many times its parameters.
+# A step may take this many times RoPE's time, and a model have this many times its parameters.
 MOST_TIME, MOST_PARAMETERS = 1.15, 1.05
-# The growth of a state that stands for a training that diverged.
+# The growth of states that counts for a training that diverged.
 WORST_GROWTH = 1000.0

@@ -1,11 +1,11 @@
 """Records of the runs of a study, a file for each study (:mod:`research.lines`).
 
-A record of another experiment than the study's, or of another protocol (research/protocol.md), is
-left out, and :meth:`Store.misfit` says why. Numbers that were measured are kept with six digits.
-Titles and labels are no part of a result: they are in the code.
+Records of another experiment or protocol (research/protocol.md) than the study's are left out, and
+:meth:`Store.misfit` says why. Measured numbers are kept with six digits. Titles and labels are in
+the code, not in results.
 
-``code`` of a record has the commit that made it (:func:`describe_source`). Whether today's code
-still gives the numbers on record is what ``make evidence-quick`` measures.
+A record's ``code`` has the commit that made it (:func:`describe_source`). ``make evidence-quick``
+measures whether today's code still gives the numbers on record.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from train.experiment.fields import build, flatten
 
 FORMAT = "tape-jax evidence, version 4"
 DIGITS = 6
-# What a base is called, wherever the runs are.
+# The name of a base, wherever the runs are.
 BASE = "base"
-# Fields of a record of which runs have much in common, and those that are known beforehand.
+# Fields of a record in which runs have much in common, and those that are known beforehand.
 SHARED = ("experiment", "base", "protocol", "environment", "code", "found")
 KNOWN = SHARED[:-1]
 ROOT = Path(__file__).parents[1]
-# Where there is code that a number can depend on.
+# Folders with code that a number can depend on.
 CODE = ("tape_jax", "train", "research", "configs")
 
 
@@ -47,7 +47,7 @@ class Item(NamedTuple):
       rival: what is compared.
       experiment: what is run, seed included; what it adapts is called ``BASE``.
       base: what it adapts, if anything.
-      protocol: what else decides what comes out, in JSON types.
+      protocol: what else decides the result, in JSON types.
     """
 
     study: str
@@ -65,9 +65,9 @@ class Record:
     Attributes:
       name, rival, protocol: of the :class:`Item`.
       experiment, base: in JSON types.
-      found: what came out, in JSON types; its form is the study's.
+      found: the result, in JSON types; the study decides its form.
       environment: versions and hardware.
-      code: by which it was made.
+      code: the code that made it.
       seconds: of processor time that the last process of the run took.
     """
 
@@ -107,7 +107,7 @@ class Store:
     """The records in a folder, a file for each study.
 
     Attributes:
-      folder: is made when the first is written.
+      folder: made when the first record is written.
     """
 
     folder: Path
@@ -117,21 +117,21 @@ class Store:
         return self.folder / f"{study}.jsonl"
 
     def get(self, item: Item) -> Record | None:
-        """The record of a run; None if there is none that fits."""
+        """Returns the record of a run; None if none fits."""
         record = self._study(item.study).records.get(item.name)
         return None if record is None or self._differences(record, item) else record
 
     def misfit(self, item: Item) -> str | None:
-        """Returns how the record of a run's name differs from it; None if equal or if missing."""
+        """Returns how the record under a run's name differs from it; None if equal or missing."""
         record = self._study(item.study).records.get(item.name)
         return None if record is None else "; ".join(self._differences(record, item)) or None
 
     def records(self, study: str) -> list[Record]:
-        """Return all records of a study, whether they fit one of its runs or not."""
+        """Returns all records of a study, whether they fit one of its runs or not."""
         return [*self._study(study).records.values()]
 
     def names(self, study: str) -> list[str]:
-        """The runs of a study that have records, whether they fit or not."""
+        """Returns the runs of a study that have records, whether they fit or not."""
         return list(self._study(study).records)
 
     def problems(self, study: str) -> Sequence[str]:
@@ -139,7 +139,7 @@ class Store:
         return self._study(study).problems
 
     def put(self, item: Item, found: Mapping[str, Any], made: Made) -> None:
-        """Writes the record of a run, after which it counts in place of any before."""
+        """Writes a run's record, which replaces any earlier one."""
         record = {
             "name": item.name,
             "rival": item.rival,
@@ -160,7 +160,7 @@ class Store:
         )
 
     def tidy(self, study: str) -> None:
-        """Writes a study's file anew, with all that its runs share in its first line."""
+        """Rewrites a study's file, with all that its runs share in its first line."""
         lines.rewrite(self.path(study), FORMAT, SHARED)
 
     def _study(self, study: str) -> _Study:
@@ -183,7 +183,7 @@ class Store:
 
 
 def rounded(value: Any) -> Any:
-    """JSON types with every number that is not whole rounded to ``DIGITS`` digits."""
+    """Rounds every number that is not whole to ``DIGITS`` digits, in JSON types."""
     if isinstance(value, Mapping):
         return {key: rounded(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -192,7 +192,7 @@ def rounded(value: Any) -> Any:
 
 
 def portable(e: Experiment) -> Experiment:
-    """An experiment that does not say where the run is that it adapts."""
+    """Returns an experiment without the place of the run that it adapts."""
     if e.adapt is None:
         return e
     return dataclasses.replace(e, adapt=dataclasses.replace(e.adapt, base=BASE))
@@ -200,7 +200,7 @@ def portable(e: Experiment) -> Experiment:
 
 @functools.lru_cache(maxsize=256)
 def _read(path: Path, *version: int) -> _Study:
-    """The records of a file, in this version of it."""
+    """Returns the records of a file, in this version of it."""
     contents = lines.read(path, FORMAT)
     records, problems = {}, list(contents.problems)
     for name, fields in contents.records.items():
@@ -212,7 +212,7 @@ def _read(path: Path, *version: int) -> _Study:
 
 
 def _record(fields: Mapping[str, Any]) -> Record:
-    """Returns the record of these fields; ValueError if they are of none."""
+    """Returns the record of these fields; ValueError if they describe none."""
     for name in ("experiment", "protocol", "found", "environment", "code"):
         value = fields.get(name, {})
         require(isinstance(value, dict), f"{name}: expected fields, got {value!r}")
@@ -234,7 +234,7 @@ def _of_experiments(record: Record, e: Experiment, base: Experiment | None) -> l
         pairs.append(("base.", record.base, base))
     found = []
     for prefix, there, here in pairs:
-        # Mostly they are equal to the letter, which is soon seen.
+        # Most are equal to the letter, which is quick to check.
         if there == _in_json(here):
             continue
         try:
@@ -250,9 +250,9 @@ def _in_json(e: Experiment) -> dict[str, Any]:
 
 
 def _experiment(values: Mapping[str, Any]) -> Experiment:
-    """The experiment of a record. It describes the whole model, so that no base is looked up.
+    """Returns a record's experiment. It describes the whole model, so no base is looked up.
 
-    A field that had not been added then has its default, which is what was run.
+    A field that was added later has its default, which is what was run.
     """
     made = experiment.from_mapping({**values, "adapt": None})
     if values["adapt"] is None:
@@ -261,10 +261,10 @@ def _experiment(values: Mapping[str, Any]) -> Experiment:
 
 
 def describe_source() -> dict[str, Any]:
-    """Describe the code as it is now.
+    """Describes the code as it is now.
 
     Returns:
-      ``commit``, and ``dirty``: whether the code differs from it; None where there is no git.
+      ``commit``, and ``dirty``: whether the code differs from it; None if there is no git.
     """
     changes = _git("status", "--porcelain", "--", *(f"{folder}/**.py" for folder in CODE))
     return {
@@ -274,7 +274,7 @@ def describe_source() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git says of this checkout; None if there is no git, or this is none."""
+    """Returns what git prints about this checkout; None without git or a checkout."""
     command = ["git", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,7 +1,7 @@
-"""Growth of states and gradients through depth, and where training diverges, as a study.
+"""Studies how states and gradients grow through depth, and where training diverges.
 
-Measured at initialisation and along a short training. An untrained update changes no state, so at
-initialisation all variants are alike; ``disturbed`` shows what an update permits once its
+It measures at initialisation and along a short training. An untrained update changes no state, so
+all variants are alike at initialisation; ``disturbed`` shows what an update permits once its
 parameters are no longer special: noise is added to all parameters of the encoding.
 """
 
@@ -59,12 +59,12 @@ class Profile:
 
     @property
     def growth(self) -> float:
-        """The largest state of all layers; infinite where one is not finite, 1 without states."""
+        """The largest state of all layers; infinite if one is not finite, 1 without states."""
         return max((math.inf if x is None else x for x in self.states), default=1.0)
 
     @property
     def spread(self) -> float:
-        """The largest gradient of all layers over the smallest; infinite where one is not finite.
+        """The largest gradient of all layers over the smallest; infinite if one is not finite.
 
         Gradients of zero are left out.
         """
@@ -101,14 +101,14 @@ class Trace:
 
     @classmethod
     def from_json(cls, record: Any) -> Trace:
-        """The trace that ``dataclasses.asdict`` described; ValueError if it is none."""
+        """Returns the trace that ``dataclasses.asdict`` described; ValueError for others."""
         values = read_record(record, cls)
         values |= {name: _tuples(Profile, values[name]) for name in MOMENTS}
         return _tuples(cls, values)
 
 
 def _tuples(cls: type, values: Any) -> Any:
-    """A dataclass from its fields, lists as tuples."""
+    """Makes a dataclass from its fields, lists as tuples."""
     record = read_record(values, cls)
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
 
@@ -117,7 +117,7 @@ Probe = Callable[[Any, Mapping[str, Any]], Profile]
 
 
 def make_probe(model: Transformer) -> Probe:
-    """A function of parameters and a batch, compiled once, that gives the :class:`Profile`."""
+    """Returns a function of parameters and a batch, compiled once, for the :class:`Profile`."""
     apart = Transformer(dataclasses.replace(model.config, scan_layers=False))
 
     @jax.jit
@@ -159,12 +159,12 @@ def state_norms(model: Transformer, states: Sequence[Any], shape: tuple[int, ...
 
 
 def finite(values: Any) -> Values:
-    """The numbers, None in place of what is not finite, as JSON has no word for it."""
+    """Replaces numbers that are not finite by None, as JSON cannot write them."""
     return tuple(float(x) if math.isfinite(x) else None for x in np.ravel(values))
 
 
 def disturb(model: Transformer, params: Any, noise: float) -> Any:
-    """Parameters with normal noise of this standard deviation added to those of the encoding."""
+    """Adds normal noise of this standard deviation to the parameters of the encoding."""
     own = {path for path, spec in model.parameters().items() if spec.role == "position"}
     noisy = flatten_dict(testing.random_params(None, params, std=noise), sep="/")
     given = flatten_dict(params, sep="/")
@@ -211,17 +211,17 @@ def trace(e: Experiment, variant: str, *, noise: float) -> Trace:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """Variants of a config at several depths.
+    """A study of a config's variants at several depths.
 
     Attributes:
       name: a word, fit for a folder.
       config: a config file with variants.
-      variants: names of some.
+      variants: their names.
       depths: numbers of layers.
       steps: of training.
       noise: that disturbs an update before it is trained.
-      seeds: each a measurement of every variant and depth.
-      minutes: that one takes, for plans.
+      seeds: each gives a measurement of every variant and depth.
+      minutes: how long a measurement takes, for plans.
     """
 
     name: str
@@ -234,7 +234,7 @@ class Growth:
     minutes: float = 0.5
 
     def at(self, place: Place) -> PlannedGrowth:
-        """The study at a place."""
+        """Returns the study at a place."""
         return PlannedGrowth(self, place)
 
 
@@ -277,7 +277,7 @@ class PlannedGrowth(Measurements):
         return dataclasses.asdict(found)
 
     def check(self, record: Record) -> None:
-        """Raises ValueError if it is no trace."""
+        """Raises ValueError unless this is a trace."""
         self._read_once(record)
 
     def traces(self, seed: int | None = None) -> list[Trace]:
@@ -367,9 +367,9 @@ class PlannedGrowth(Measurements):
 
 
 def depth_figure(traces: Sequence[Trace]) -> Figure:
-    """The largest state and the spread of gradients by depth, a line for each variant.
+    """Draws the largest state and the spread of gradients by depth, a line per variant.
 
-    What is not finite has no point. A cross marks a training that diverged.
+    Values that are not finite have no point. A cross marks a training that diverged.
     """
     figure, panels = _panels("States and gradients by depth")
     for row, (what, label) in enumerate(
@@ -398,7 +398,7 @@ def depth_figure(traces: Sequence[Trace]) -> Figure:
 
 
 def layer_figure(traces: Sequence[Trace]) -> Figure:
-    """States and gradients layer by layer, at the greatest depth of each variant."""
+    """Draws states and gradients by layer, at the greatest depth of each variant."""
     figure, panels = _panels("States and gradients by layer, at the greatest depth")
     for row, (what, label) in enumerate(
         (("states", "largest state, relative to the start"), ("gradients", "norm of the gradient"))
@@ -415,7 +415,7 @@ def layer_figure(traces: Sequence[Trace]) -> Figure:
 
 
 def _by_variant(traces: Sequence[Trace]) -> dict[str, list[Trace]]:
-    """The traces of each variant by ascending depth."""
+    """Returns each variant's traces by ascending depth."""
     groups: dict[str, list[Trace]] = {}
     for t in sorted(traces, key=lambda t: t.depth):
         groups.setdefault(t.variant, []).append(t)
@@ -423,7 +423,7 @@ def _by_variant(traces: Sequence[Trace]) -> dict[str, list[Trace]]:
 
 
 def _panels(title: str) -> tuple[Figure, Any]:
-    """Two rows of panels, a column for each moment, with logarithmic axes."""
+    """Makes two rows of panels, with logarithmic axes and a column per moment."""
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     panels = figure.subplots(2, len(MOMENTS), sharey="row")
     for panel in panels.flat:

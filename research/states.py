@@ -1,7 +1,7 @@
-"""The use of TAPE's states in the runs that report, and the loss without their updates.
+"""Measures the use of TAPE's states in reporting runs, and the loss without their updates.
 
-A model may need what it was trained with without being the better for it. So this says what a form
-of TAPE does where it is ahead or behind, and decides nothing (research/protocol.md).
+A model may need what it was trained with even if that made it no better. So this only says what a
+form of TAPE does where it is ahead or behind; it decides nothing (research/protocol.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from train.training.step import Batch, weighted_loss
 
 COLUMNS = ("study", "form", "moved, %", "score", "trained", "without updates", "by layer, nats")
 FORMS = ("tape_head_scale", "tape", "tape_alibi")
-# In per cent: as far as a state is long. What goes far beyond it is drawn by its logarithm.
+# In per cent: a distance as long as the state. Far larger ones are drawn by their logarithm.
 FULL = 100.0
 # Studies in a row of the picture.
 SIDE_BY_SIDE = 4
@@ -54,8 +54,8 @@ def measure_updates(folder: Path) -> dict[str, Any]:
     Returns:
       ``moved``: how far the states that enter each layer are from their start, over its norm.
       ``without``: the scores with every update as before training. ``loss``, ``loss_without``: in
-      nats, as trained and so. ``lost``: by layer that updates, by how much the loss rises without
-      its update alone.
+      nats, as trained and with those updates. ``lost``: for each updating layer, how much the loss
+      rises without only its update.
 
     Raises:
       ValueError: its encoding has learned nothing.
@@ -84,7 +84,7 @@ def measure_updates(folder: Path) -> dict[str, Any]:
 
 
 def without_layer(model: Transformer, variables: Any, layer: int, before: Any) -> Any:
-    """Returns the variables of a model, with those of one layer from before training."""
+    """Returns a model's variables, with those of one layer from before training."""
     blocks = next(blocks for blocks in model.blocks if layer in blocks.layers)
     block, params = blocks.name, variables["params"]
     ours, theirs = params[block], before["params"][block]
@@ -95,7 +95,7 @@ def without_layer(model: Transformer, variables: Any, layer: int, before: Any) -
 
 
 def updating(model: Transformer) -> list[int]:
-    """The layers of a model that update states."""
+    """Returns the layers of a model that update states."""
     return [
         n for n, one in enumerate(model.encoding.of_layers(model.config.num_layers)) if one.updates
     ]
@@ -107,7 +107,7 @@ def finite(summary: Mapping[str, float]) -> dict[str, float]:
 
 
 def _loss(trained: Trained, variables: Any, *, batch: Batch) -> float:
-    """The mean loss over the tokens that count, in nats."""
+    """Returns the mean loss over the tokens that count, in nats."""
     logits: Any = trained.apply(variables, batch["inputs"])
     total = weighted_loss(logits, batch["targets"], batch["weights"])
     return float(total / batch["weights"].sum())
@@ -119,9 +119,9 @@ class StateUse:
 
     Attributes:
       name: a word, fit for a folder.
-      of: the studies; of each, the runs whose rates its first score chose.
+      of: the studies; from each, the runs at rates that its first score chose.
       forms: of TAPE.
-      minutes: that one takes, for plans.
+      minutes: how long a measurement takes, for plans.
     """
 
     name: str
@@ -130,18 +130,18 @@ class StateUse:
     minutes: float = 0.4
 
     def at(self, place: Place) -> PlannedStates:
-        """The study at a place."""
+        """Returns the study at a place."""
         return PlannedStates(self, place)
 
 
 class Cut(NamedTuple):
-    """The measurements of a form's runs with and without updates, a number a seed.
+    """The measurements of a form's runs with and without updates, one number per seed.
 
     Attributes:
       moved: by layer, how far the states that enter it are from their start, over its norm.
       trained: the score as trained.
       without: the score with every update as before training.
-      lost: by layer that updates, by how many nats the loss rises without its update.
+      lost: for each updating layer, how many nats the loss rises without its update.
     """
 
     moved: np.ndarray
@@ -170,7 +170,7 @@ class PlannedStates(Measurements):
         ]
 
     def jobs(self, study: str, form: str) -> list[Job]:
-        """Returns the reporting runs, less those that diverged; none before their rate is known."""
+        """Returns the reporting runs that did not diverge; none before their rate is known."""
         trainings = self.of[study]
         reports = trainings.reports(form, trainings.design.scores[0]) or []
         records = [trainings.record(job) for job in reports]
@@ -187,7 +187,7 @@ class PlannedStates(Measurements):
 
     @property
     def _looks(self) -> list[tuple[PlannedTrainings, Item, Job]]:
-        """The measurements, as far as they are known, with the runs that are looked into."""
+        """The measurements known so far, with the runs that they look into."""
         return [
             (self.of[study], self._item(study, job), job)
             for study, form in self.pairs
@@ -196,7 +196,7 @@ class PlannedStates(Measurements):
 
     @property
     def items(self) -> Sequence[Item]:
-        """The measurements, as far as they are known."""
+        """The measurements known so far."""
         return [item for _, item, _ in self._looks]
 
     @property
@@ -211,7 +211,7 @@ class PlannedStates(Measurements):
 
     @property
     def hours(self) -> float:
-        """The hours of one idle core still needed at most: runs not at hand are trained again."""
+        """The most hours of an idle core still needed: runs not at hand are trained again."""
         again = [
             one.minutes(job)
             for one, item, job in self._looks
@@ -228,7 +228,7 @@ class PlannedStates(Measurements):
         )
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
-        """Makes what is missing; no quick part."""
+        """Makes what is missing; there is no quick part."""
         if quick:
             return
         for trainings in self.of.values():
@@ -247,7 +247,7 @@ class PlannedStates(Measurements):
         return {"trained": finite(whole), **measure_updates(folder)}
 
     def check(self, record: Record) -> None:
-        """Raises ValueError, TypeError or KeyError if it is no such measurement."""
+        """Raises ValueError, TypeError or KeyError for any other record."""
         for name in ("moved", "lost"):
             np.asarray(record.found[name], float)
         float(record.found["loss_without"]) - float(record.found["loss"])
@@ -276,7 +276,7 @@ class PlannedStates(Measurements):
         )
 
     def tables(self) -> Iterator[str]:
-        """A row for each study and form that is complete."""
+        """Yields a row for each study and form that is complete."""
         if rows := self.rows():
             yield text_table(COLUMNS, rows)
 
@@ -302,7 +302,7 @@ class PlannedStates(Measurements):
         )
 
     def rows(self) -> list[list[str]]:
-        """A row for each study and form that is complete: see :data:`COLUMNS`."""
+        """Returns a row (:data:`COLUMNS`) for each study and form that is complete."""
         rows = []
         for study, form in self.pairs:
             if (found := self.cut(study, form)) is None:

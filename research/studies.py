@@ -15,10 +15,10 @@ from research.study import Base, Design, Fields
 from research.trainings import BEYOND, INSIDE, Trainings
 
 CONFIGS, OWN = Path("configs"), Path("research/configs")
-# A regular and a context-free one.
+# A regular and a context-free problem.
 PROBLEMS = ("parity", "reverse")
 CONTEXTUAL = ("fox", "path", "cope", "selective_rope")
-# With options for the hours: distances as in texts trained on; fewer tokens at once.
+# Options save hours: distances as in texts trained on; fewer tokens at once.
 RECENT: dict[str, dict[str, Any]] = {
     "pope": {},
     "dda_per_row": {},
@@ -30,10 +30,10 @@ RECENT: dict[str, dict[str, Any]] = {
 SHALLOW = {"cpu": {"model.scan_layers": False}}
 
 KIND, MIX, SHIFT = (f"model.position.{x}" for x in ("kind", "attention_mix", "head_shift"))
-# numpy.random.default_rng(0).integers(0, 19869): tokens, of which the slowest frequency of heads of
-# 16 takes 19,869 for a turn.
+# numpy.random.default_rng(0).integers(0, 19869), in tokens: the slowest frequency of heads of 16
+# takes 19,869 for a turn.
 PHASES = 16901.0
-# Of FoX's gates, which start at 1/2 by default: at 0.993, so that 100 tokens back half is left.
+# FoX's gates start at 1/2 by default; here at 0.993, so that half is left 100 tokens back.
 OPEN = {"model.position.bias": 5.0}
 FORMS: dict[str, dict[str, Any]] = {
     # The published code's form, the paper's, and both with ALiBi's bias on the same logits.
@@ -41,9 +41,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "tape": {KIND: "tape", MIX: "heads"},
     "tape_head_scale_alibi": {KIND: "tape+alibi", MIX: "head_scale"},
     "tape_alibi": {KIND: "tape+alibi", MIX: "heads"},
-    # Of configs/addressing_demo.py: it was chosen on addressing.
+    # From configs/addressing_demo.py: it was chosen on addressing.
     "tape_demo": places.VARIANTS["base"],
-    # Of several options the best on four other tasks.
+    # The best of several options on four other tasks.
     "tape_chosen": places.CHOSEN,
     "chosen_no_update": places.NO_UPDATE,
     "tape_fox": {KIND: "tape+fox", MIX: "heads"},
@@ -60,19 +60,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "rope_none": {KIND: "rope/rope/none"},
     "rope_windows": {KIND: "rope+window/rope+window/rope", "model.position.size": 15},
     "tape_late_alibi": {KIND: "rope+alibi/tape+alibi/tape+alibi", MIX: "heads"},
-    # The demo's form with states that start otherwise: each head a token later than the one before;
-    # so much later that each frequency's phase is as good as drawn; in PoPE's polar form.
+    # The demo's form with other start states: each head one token later than the one before; so
+    # much later that each frequency's phase is as good as random; in PoPE's polar form.
     "tape_shift": {**places.VARIANTS["base"], SHIFT: 1.0},
     "tape_phases": {**places.VARIANTS["base"], SHIFT: PHASES},
     "tape_polar": {**places.VARIANTS["base"], KIND: "tape_pope+alibi"},
-    # Every question by itself: its positions are drawn for its own length, whatever it is asked
-    # together with.
+    # Each question's positions are drawn for its own length, whatever questions are asked with it.
     "random_rope": {KIND: "random_rope", "evaluation.shapes": 100_000},
 }
 
 
 def encodings(*names: str) -> dict[str, Fields]:
-    """Rivals by the names of their encodings, or of :data:`FORMS`."""
+    """Returns rivals by the names of their encodings, or of :data:`FORMS`."""
     return {name: FORMS.get(name, {KIND: name}) for name in names}
 
 

@@ -1,7 +1,7 @@
-"""Studies, which are sets of like runs, and measurements, which are made one by one.
+"""Studies, which are sets of similar runs, and measurements, which are made one by one.
 
-A study knows its runs before any is made. The record of each is written the moment it ends, so that
-a study can be stopped anywhere and continued, here or on another machine.
+A study knows its runs before any is made. Each run's record is written the moment it ends, so you
+can stop a study anywhere and continue it, here or on another machine.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Finished = Callable[[Item], None]
 
 
 class Base(NamedTuple):
-    """A run from which others start: each from the one that has its seed.
+    """A run that others start from: each from the one with its seed.
 
     Attributes:
       config: its config file.
       fields: in which it differs from the file.
-      by_scale: further ones, by scale.
+      by_scale: further fields, by scale.
     """
 
     config: Path
@@ -74,9 +74,9 @@ class State(NamedTuple):
     """The progress of a study.
 
     Attributes:
-      total: runs in all, as far as they are known.
-      finished: those with results, of rates that were not chosen included.
-      unfinished: names of the others, as far as they are known.
+      total: number of runs known so far.
+      finished: those with results, including rates that were not chosen.
+      unfinished: names of the others known so far.
     """
 
     total: int
@@ -100,7 +100,7 @@ class Study(abc.ABC):
     @property
     @abc.abstractmethod
     def items(self) -> Sequence[Item]:
-        """Its runs, as far as they are known."""
+        """The runs known so far."""
 
     @property
     @abc.abstractmethod
@@ -138,7 +138,7 @@ class Study(abc.ABC):
         yield from ()
 
     def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
-        """The pictures that can be drawn by now, by file name.
+        """Returns the pictures that can be drawn by now, by file name.
 
         Args:
           heading: of a picture.
@@ -147,15 +147,15 @@ class Study(abc.ABC):
         return {}
 
     def says_of_states(self, studies: Sequence[str], form: str) -> Iterator[str]:
-        """Sentences on what the states of a form do, for claims that read these studies."""
+        """Yields sentences on what a form's states do, for claims that read these studies."""
         yield from ()
 
     def says_of_layers(self, study: str, form: str) -> str | None:
-        """A sentence on which layers' updates a form needs in a study; None before it is known."""
+        """Says which layers' updates a form needs in a study; None before it is known."""
         return None
 
     def recorded(self, item: Item) -> Record | None:
-        """The record of a run; None if there is none, or it is left out (:meth:`remarks`)."""
+        """Returns a run's record; None if there is none, or it is left out (:meth:`remarks`)."""
         record = self.place.store.get(item)
         return None if record is None or self._complaint(record) else record
 
@@ -195,7 +195,7 @@ class Measurements(Study):
     """A study whose runs are measurements, made one after another in this process.
 
     Attributes:
-      minutes: that one takes, for plans.
+      minutes: how long a measurement takes, for plans.
       quick: how many of them, from the first, belong to the quick part.
     """
 
@@ -205,7 +205,7 @@ class Measurements(Study):
 
     @property
     def items(self) -> Sequence[Item]:
-        """The measurements, as far as they are known."""
+        """The measurements known so far."""
         return self._items
 
     @abc.abstractmethod
@@ -259,9 +259,9 @@ class Design(Protocol):
     def name(self) -> str: ...
 
     def at(self, place: Place) -> Study:
-        """The study at a place."""
+        """Returns the study at a place."""
 
 
 def options(fields: Fields) -> tuple[str, ...]:
-    """Fields of a config as they are given on the command line."""
+    """Returns fields of a config as command-line options."""
     return tuple(f"--config.{name}={value}" for name, value in fields.items())

@@ -1,4 +1,4 @@
-"""The suites: studies, what is asked of them, and the words of the page that answers."""
+"""The suites: studies, the questions asked of them, and the words of their pages."""
 
 from __future__ import annotations
 
@@ -90,16 +90,16 @@ class Suite(NamedTuple):
     Attributes:
       name: of the page.
       designs: the studies, in the order in which they are made.
-      claims: what is judged by them.
+      claims: the claims that they judge.
       title: of the page.
       introduction: its first paragraph.
-      order: in which runs are made, in words.
+      order: of the runs, in words.
       make: the command of the Makefile.
       command: the command for a part.
       subject: what a claim is called.
       closing: what the introduction ends with, if anything.
       overview: whether the page has a table and a picture of all studies of exact match.
-      read: studies of another page that its claims are judged by too, by its name.
+      read: studies of another page that also judge its claims, by page name.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Suite(NamedTuple):
 
     @property
     def asked(self) -> dict[str, str]:
-        """The titles of its claims by name; of claims with several studies, with the test."""
+        """The titles of its claims by name; claims with several studies include the test."""
         return {
             claim.name: claim.title + (f". {claim.test}" if len(claim.studies) > 1 else "")
             for claim in self.claims

@@ -1,4 +1,4 @@
-"""Studies of trainings: the rates that rivals are tried at, and the seeds of what was chosen."""
+"""Studies of trainings: the rates tried for each rival, and the seeds at the chosen one."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from train.training.signals import NON_FINITE_EXIT_CODE
 
 # Further rates that a walk is expected to try, beside the first three.
 FURTHER = 0.5
-# Losses of a run that a record keeps at most.
+# The most losses that a record keeps of a run.
 MOST_LOSSES = 50
 # Keys of exact match beyond the trained lengths and at them.
 BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
-# Per cent right at the trained lengths from which on a task counts as learned, on pages alone.
+# Pages call a task learned from this per cent right at the trained lengths on.
 LEARNED = 95
-# At the end of a score's key: at so many times the trained length.
+# The end of a score's key: the multiple of the trained length.
 TIMES = re.compile(r"_([\d.]+)x$")
 
 
@@ -63,18 +63,18 @@ class Trainings:
       config: the config file.
       rivals: by name, the fields of the config in which each differs; the first are made first.
       scores: keys of those that claims read; each has its own choice of rates.
-      minutes: that a run takes of one idle core with the configuration's steps, for plans.
-      shown: keys of further scores, of the runs that the first score chose.
-      fields: those in which all rivals differ from the file.
-      by_scale: further ones, by scale.
+      minutes: of one idle core that a run takes with the configuration's steps, for plans.
+      shown: keys of further scores, for the runs that the first score chose.
+      fields: fields in which all rivals differ from the file.
+      by_scale: further fields, by scale.
       first: by scale, the rate that is tried first.
-      curve: by which the budget is chosen; None: it is `multiple`.
-      multiple: of the configuration's steps, where there is no curve.
+      curve: chooses the budget; None: it is `multiple`.
+      multiple: of the configuration's steps, if there is no curve.
       base: what is adapted, if anything.
       quick: rivals of which one run belongs to the quick part.
-      not_kept: fields of a result that records do without; there they are None.
+      not_kept: fields of a result that are None in records.
       only: rivals whose runs are made; None: all.
-      procedure: by which it chooses rates and reports.
+      procedure: how it chooses rates and reports.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Trainings:
     procedure: Procedure = protocol.FIRST_PROCEDURE
 
     def at(self, place: Place) -> PlannedTrainings:
-        """The study at a place."""
+        """Returns the study at a place."""
         return PlannedTrainings(self, place)
 
 
@@ -105,7 +105,7 @@ class PlannedTrainings(Study):
     Attributes:
       design: the study.
       first: the rate that is tried first.
-      rivals: whose runs are made, beside those that choose the budget.
+      rivals: rivals whose runs are made, besides those that choose the budget.
       procedure: of the design.
     """
 
@@ -142,7 +142,7 @@ class PlannedTrainings(Study):
         return self.scores + [self._known_scores[key] for key in self.design.shown]
 
     def score(self, key: str) -> Score:
-        """A score of the task."""
+        """Returns a score of the task."""
         return self._known_scores[key]
 
     @property
@@ -162,7 +162,7 @@ class PlannedTrainings(Study):
         return self._budget
 
     def curve(self) -> dict[str, dict[int, float]]:
-        """The score that the budget is chosen by, by rival and multiple, as far as it is known."""
+        """Returns the score that chooses the budget, by rival and multiple, as far as known."""
         found: dict[str, dict[int, float]] = {}
         for rival, multiple, job in self._curve_jobs():
             assert self.design.curve is not None
@@ -182,11 +182,11 @@ class PlannedTrainings(Study):
 
     @property
     def curve_jobs(self) -> list[Job]:
-        """The runs by which the budget is chosen; some of them also choose rates."""
+        """Returns the runs that choose the budget; some of them also choose rates."""
         return [job for _, _, job in self._curve_jobs()]
 
     def walk(self, rival: str, key: str) -> tuple[list[Job], RateStep]:
-        """The runs that choose a rival's rate for a score, as far as known, and what they say."""
+        """Returns the known runs that choose a rival's rate for a score, and what they say."""
         scores: dict[str, float] = {}
         jobs: list[Job] = []
         while True:
@@ -210,19 +210,19 @@ class PlannedTrainings(Study):
                 scores[rate] = statistics.fmean(values)
 
     def rate(self, rival: str, key: str) -> str | None:
-        """The rate of a rival for a score; None while it is not known, or at the ladder's end."""
+        """Returns a rival's rate for a score; None while it is unknown, or at the ladder's end."""
         _, step = self.walk(rival, key)
         return None if step.at_end else step.chosen
 
     def reports(self, rival: str, key: str) -> list[Job] | None:
-        """The runs that claims about a score are judged by; None while their rate is not known."""
+        """Returns the runs that judge claims about a score; None while their rate is not known."""
         rate = self.rate(rival, key)
         if rate is None:
             return None
         return [self.job(rival, rate, seed) for seed in self.procedure.reporting]
 
     def values(self, rival: str, key: str, shown: str | None = None) -> dict[int, float] | None:
-        """A score by seed, as it is shown; None unless every seed has reported.
+        """Returns a score by seed, as shown; None unless every seed has reported.
 
         Args:
           rival: whose it is.
@@ -251,22 +251,22 @@ class PlannedTrainings(Study):
         return f"{rival}: {word} {', '.join(seeds)}" if seeds else None
 
     def texts(self, rival: str, key: str) -> dict[int, str]:
-        """Fingerprints of the texts by which the runs of a rival were judged, by seed, if any."""
+        """Returns fingerprints of the texts that judged a rival's runs, by seed, if any."""
         records = [self.record(job) for job in self.reports(rival, key) or ()]
         results = {r.seed: self._read_once(r) for r in records if r and not r.found["diverged"]}
         found = {seed: getattr(result, "perplexity", None) for seed, result in results.items()}
         return {seed: one.fingerprint for seed, one in found.items() if one is not None}
 
     def diverged(self, rival: str, key: str) -> dict[int, int]:
-        """The seeds of a rival that diverged, with the last step that was logged before."""
+        """Returns a rival's seeds that diverged, with the last step logged before."""
         records = [self.record(job) for job in self.reports(rival, key) or ()]
         return {r.seed: r.found["diverged"]["step"] for r in records if r and r.found["diverged"]}
 
     def value(self, record: Record, score: Score) -> float:
-        """A score of a run, as it is shown; the worst one if it diverged or cannot take the length.
+        """Returns a run's score, as shown; the worst one if it diverged or cannot take the length.
 
         Raises:
-          ValueError: it has none, for whatever other reason.
+          ValueError: it has no score for another reason.
         """
         if record.found["diverged"]:
             return self._worst(score)
@@ -278,7 +278,7 @@ class PlannedTrainings(Study):
     def of_summary(
         self, summary: Mapping[str, float], score: Score, run: str = "a run that is looked into"
     ) -> float:
-        """A score as it is shown, from the summary of a result.
+        """Returns a score as shown, from the summary of a result.
 
         Args:
           summary: of the result.
@@ -286,7 +286,7 @@ class PlannedTrainings(Study):
           run: whose result it is, for errors.
 
         Raises:
-          ValueError: it is not there, or no number.
+          ValueError: it is missing, or not finite.
         """
         found = summary.get(score.key, math.nan)
         require(
@@ -302,12 +302,12 @@ class PlannedTrainings(Study):
 
     @staticmethod
     def comparable(value: float, score: Score) -> float:
-        """Returns a value of which more is better: perplexities become minus their logarithms."""
+        """Returns a value for which more is better: perplexities become minus their logarithms."""
         return value if score.higher_is_better else -math.log(value)
 
     @property
     def jobs(self) -> list[Job]:
-        """Its runs, as far as they are known."""
+        """The runs known so far."""
         known = dict.fromkeys(self.curve_jobs)
         for key in self.design.scores:
             for rival in self.rivals:
@@ -317,7 +317,7 @@ class PlannedTrainings(Study):
 
     @property
     def items(self) -> list[Item]:
-        """Its runs, as far as they are known."""
+        """The runs known so far."""
         return list(map(self.item, self.jobs))
 
     @property
@@ -488,7 +488,7 @@ class PlannedTrainings(Study):
         return [self._job_once(rival, self.first, seed, 1) for rival in self.design.quick]
 
     def record(self, job: Job) -> Record | None:
-        """The record of a run; None if it is not finished."""
+        """Returns a run's record; None if it is not finished."""
         return self.recorded(self.item(job))
 
     def item(self, job: Job) -> Item:
@@ -500,11 +500,11 @@ class PlannedTrainings(Study):
         return Item(self.name, job.folder.name, job.name, portable(e), base, described)
 
     def validates(self, job: Job) -> bool:
-        """Returns whether a run is asked what no test asks, for it chooses a rate or a budget."""
+        """Returns whether a run is asked what no test asks, as it chooses a rate or a budget."""
         return job.experiment.seed in self.procedure.choosing
 
     def check(self, record: Record) -> None:
-        """Raises ValueError, TypeError or KeyError if the results are none of the task."""
+        """Raises ValueError, TypeError or KeyError if these are not the task's results."""
         if not record.found["diverged"]:
             self._read_once(record)
 
@@ -512,7 +512,7 @@ class PlannedTrainings(Study):
         return self.task.read_result(record.found["result"])
 
     def job(self, rival: str, rate: str, seed: int) -> Job:
-        """A run with the budget of the study, which must be known."""
+        """Returns a run with the study's budget, which must be known."""
         assert self.budget is not None
         return self._job_once(rival, rate, seed, self.budget.multiple)
 
@@ -537,7 +537,7 @@ class PlannedTrainings(Study):
         )
 
     def _made(self, rival: str) -> tuple[Experiment, tuple[str, ...]]:
-        """The experiment of a rival, whatever its rate and seed, and the command line for it."""
+        """Returns a rival's experiment, whatever its rate and seed, and the command line for it."""
         design = self.design
         fields = {**design.fields, **design.by_scale.get(self.place.scale, {})}
         given = (*self.place.overrides, *options({**fields, **design.rivals[rival]}))
@@ -609,13 +609,13 @@ def _silent(line: str) -> None:
 
 
 def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:
-    """Returns what a record keeps of a training, which was validated, or evaluated by the test.
+    """Returns what a record keeps of a training that was validated, or evaluated by the test.
 
-    One whose result has a number that is not finite counts as diverged.
+    A training counts as diverged if its result has a number that is not finite.
     """
     folder = ended.job.folder
     lines = metrics.read(folder / "metrics.jsonl")
-    losses = [line for line in lines if "loss" in line]  # Others are of skipped steps alone.
+    losses = [line for line in lines if "loss" in line]  # Others are only of skipped steps.
     every = max(1, -(-len(losses) // MOST_LOSSES))
     found: dict[str, Any] = {
         "result": None,
@@ -639,7 +639,7 @@ def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:
 def takes(e: Experiment, key: str) -> bool:
     """Returns whether a model takes the length of a score.
 
-    Lengths beyond the trained one, of which a key says no more, begin before its double.
+    If a key only says that lengths are beyond the trained one, they begin before its double.
     """
     limits = (e.model.max_length, e.model.position.max_length())
     limit = min((one for one in limits if one is not None), default=None)

@@ -12,7 +12,7 @@ from research.trainings import PlannedTrainings
 from train.statistics import LEVEL, Estimate, difference, holm
 from train.tasks import Score
 
-# Of the rows of a verdict.
+# The header of a verdict's rows.
 HEADER = ("", "against", "by", "better by", "95 % interval", "p", "would have seen", "")
 
 
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
     missing: tuple[str, ...] = ()
 
 
-# A study, the key of a score of it, and a rival in it.
+# A study, the key of one of its scores, and one of its rivals.
 Comparison = tuple[PlannedTrainings, str, str]
 
 
@@ -77,8 +77,8 @@ def family(differences: Mapping[str, Estimate], size: int = 0) -> dict[str, Comp
 
     Args:
       differences: those that are known.
-      size: of the family, if more will be known. What is clear now then stays clear: the
-        unknown ones count as if they told nothing, the worst case for Holm's method.
+      size: of the family, if more will be known. What is clear now then stays clear: unknown ones
+        count as if they told nothing, the worst case for Holm's method.
     """
     size = max(size, len(differences))
     adjusted = holm({name: found.p for name, found in differences.items()}, size)
@@ -97,7 +97,7 @@ def best_of(
       own: its values.
       rivals: theirs, by name.
       name: of what is judged.
-      score: what the values are; if it speaks of perplexity or growth they are minus its logarithm.
+      score: what the values are; if it names perplexity or growth they are minus its logarithm.
     """
     found = family({rival: difference(own, values) for rival, values in rivals.items()})
     rows = [row(name, rival, score, one) for rival, one in found.items()]
@@ -105,7 +105,7 @@ def best_of(
 
 
 def row(name: str, rival: str, score: str, one: Compared) -> list[str]:
-    """A row for a comparison."""
+    """Returns a row for a comparison."""
     show = shown_as(score)
     interval = f"{show(one.difference.low)} to {show(one.difference.high)}"
     p = f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
@@ -131,16 +131,16 @@ def shown_as(score: str):
 def wins(
     study: PlannedTrainings, key: str, rivals: Sequence[str], *, name: str = "tape"
 ) -> Verdict:
-    """Judges whether one rival of a study is better than each of others by a score."""
+    """Judges whether ``name`` is better than each of these rivals by a score."""
     return together(name, [[(study, key, rival) for rival in rivals]])
 
 
 def together(form: str, groups: Sequence[Sequence[Comparison]]) -> Verdict:
-    """Judges whether a form leads in some group of comparisons and trails in none: one family.
+    """Judges, as one family, whether a form leads in some group of comparisons and trails in none.
 
     Args:
       form: what is judged.
-      groups: to lead in one is to be better in all of it.
+      groups: a form leads in one if it is better in all of it.
     """
     asked = [*itertools.chain(*groups)]
     if waiting := missing(form, asked):
@@ -168,7 +168,7 @@ def missing(form: str, asked: Iterable[Comparison]) -> tuple[str, ...]:
 
 
 def _unlike_texts(study: PlannedTrainings, key: str, first: str, second: str) -> str | None:
-    """Returns a phrase that names paired runs which were judged by other texts; None if none."""
+    """Returns a phrase naming paired runs that were judged by different texts; None if none."""
     here, there = study.texts(first, key), study.texts(second, key)
     unlike = sorted(seed for seed in here.keys() & there.keys() if here[seed] != there[seed])
     if not unlike:
@@ -179,7 +179,7 @@ def _unlike_texts(study: PlannedTrainings, key: str, first: str, second: str) ->
 
 
 def differences(form: str, asked: Iterable[Comparison]) -> dict[str, Estimate]:
-    """Returns by how much a form is better, by comparison; none of them may lack anything."""
+    """Returns how much better a form is, by comparison; all of them must be complete."""
     found = {}
     for study, key, rival in asked:
         score = study.score(key)
@@ -203,7 +203,7 @@ def leads(found: Mapping[str, Compared], groups: Iterable[Iterable[str]]) -> Kin
 
 
 def comparable(study: PlannedTrainings, rival: str, key: str, score: Score) -> dict[int, float]:
-    """A score of a rival whose runs are complete, the higher the better, by seed."""
+    """Returns a complete rival's score by seed, the higher the better."""
     values = study.values(rival, key, score.key)
     assert values is not None
     return {seed: study.comparable(value, score) for seed, value in values.items()}
@@ -212,14 +212,14 @@ def comparable(study: PlannedTrainings, rival: str, key: str, score: Score) -> d
 def keeps(
     study: PlannedTrainings, short: str, long: str, *, name: str = "tape", loss: float
 ) -> Verdict:
-    """Judges whether a rival loses at most so much from one score to another, in the same runs.
+    """Judges whether a rival loses at most ``loss`` from one score to another, in the same runs.
 
     Args:
       study: of the rival.
       short: key of the score at the trained length.
-      long: key of the one beyond, by which the rate was chosen.
+      long: key of the one beyond, which chose the rate.
       name: of the rival.
-      loss: that is allowed, in points; of perplexities, the share by which they may rise.
+      loss: allowed, in points; for perplexities, the share by which they may rise.
     """
     if what := study.missing(name, long):
         return Verdict(Kind.UNFINISHED, [], (f"{study.name}, {what}",))
@@ -233,15 +233,15 @@ def keeps(
 def limited(
     found: Estimate, least: float, *, name: str, against: str, score: str, multiple: bool = False
 ) -> Verdict:
-    """Judges whether an estimate is at least so much: all of its interval.
+    """Judges whether all of an estimate's interval is at least ``least``.
 
     Args:
       found: the estimate.
       least: the limit.
       name: of what is judged.
-      against: beside what it stands.
-      score: what is estimated, as :func:`best_of` has it.
-      multiple: whether it is 1 less a multiple, which is shown in its place, with its own limit.
+      against: what it is compared with.
+      score: what is estimated, as in :func:`best_of`.
+      multiple: whether it is 1 minus a multiple; the multiple is shown instead, with its own limit.
     """
     kind = Kind.NOT_TOLD
     if found.low >= least:

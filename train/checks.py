@@ -16,7 +16,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def choose(what: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Raises ValueError unless ``value`` is one of ``allowed``; it names the nearest one."""
+    """Raises ValueError unless ``value`` is one of ``allowed``; the error names the nearest."""
     allowed = tuple(allowed)
     if value not in allowed:
         names = ", ".join(map(repr, allowed))
@@ -26,7 +26,7 @@ def choose(what: str, value: Any, allowed: Iterable[Any]) -> None:
 
 
 def require_known(name: str, known: Iterable[str], where: str) -> None:
-    """Raises ValueError unless the field ``name`` is known; it names the nearest one."""
+    """Raises ValueError unless the field ``name`` is known; the error names the nearest."""
     known = tuple(known)
     if name not in known:
         raise ValueError(
@@ -37,7 +37,7 @@ def require_known(name: str, known: Iterable[str], where: str) -> None:
 def nearest(name: Any, known: Iterable[Any]) -> str:
     """``" (did you mean 'x'?)"`` for the known name nearest to ``name``, or an empty string.
 
-    Capital letters do not count.
+    Case is ignored.
     """
     called = {str(one).lower(): str(one) for one in known}
     found = difflib.get_close_matches(str(name).lower(), called, n=1, cutoff=0.5)

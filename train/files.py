@@ -1,4 +1,4 @@
-"""Files that a reader, or a power cut, never meets half written, and where they are kept."""
+"""Writes files so that readers and power cuts never find them half written, and locks them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from train.checks import require
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) -> None:
-    """Replaces ``path`` all at once and does not return before it is on the disk.
+    """Replaces ``path`` atomically, and returns once it is on the disk.
 
     Args:
       path: the file.
-      content: text, which becomes UTF-8, bytes, or a function that writes to the path it is given.
+      content: text (written as UTF-8), bytes, or a function that writes to the path it is given.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -34,7 +34,7 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) 
 
 
 def sync(path: Path) -> None:
-    """Does not return before a file, or the entries of a folder, are on the disk."""
+    """Returns once a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,9 +44,9 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str) -> Iterator[None]:
-    """Keeps other processes from the same lock meanwhile, which is an empty file.
+    """Holds a lock, which is an empty file, and keeps other processes from it.
 
-    It is opened for writing, as locks on NFS must be.
+    The file is opened for writing, as locks on NFS must be.
 
     Raises:
       ValueError: with the message ``busy``, if another process has it.
@@ -54,7 +54,7 @@ def locked(path: Path, busy: str) -> Iterator[None]:
     with open(path, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have removed the file meanwhile, and another made a new one.
+            # The last holder may have removed the file, and another process made a new one.
             free = os.path.samestat(os.fstat(file.fileno()), path.stat())
         except (BlockingIOError, FileNotFoundError):
             free = False
@@ -63,7 +63,7 @@ def locked(path: Path, busy: str) -> Iterator[None]:
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """A line as JSON; None if it is no whole object."""
+    """Parses a line as a whole JSON object, else returns None."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -74,7 +74,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 def cache_folder() -> Path:
     """Returns ``TAPE_JAX_CACHE``, else ``tape-jax`` in the user's cache folder.
 
-    That is ``XDG_CACHE_HOME``, else ``~/.cache``.
+    The latter is ``XDG_CACHE_HOME``, else ``~/.cache``.
 
     Raises:
       OSError: if there is none: a user may have no home.

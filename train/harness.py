@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness, with one model more: runs, and Hugging Face Llama folders.
+"""Runs the lm-evaluation-harness on runs and Hugging Face Llama folders.
 
     pip install lm_eval
     python -m train.harness --model tape_jax --model_args run=runs/x --tasks lambada_openai

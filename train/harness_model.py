@@ -23,18 +23,18 @@ from train.training import runs
 from train.training.generation import load
 from train.training.metrics import Progress
 
-# As with the harness's own models: tokens of a model that tells no limit, and of an answer.
+# The harness's own values: the token limit of a model that names none, and of an answer.
 MAX_LENGTH = 2048
 MAX_NEW_TOKENS = 256
 _SHAPES = 2
 
 
 class TapeJax(TemplateLM):
-    """A run, or a Hugging Face Llama folder, asked by the lm-evaluation-harness.
+    """A run or a Hugging Face Llama folder that the lm-evaluation-harness can ask.
 
-    Requests are sorted by length and asked in batches of few shapes, each compiled once. What a
-    batch answers goes to the harness's cache (``--use_cache``) at once, so that what was stopped
-    goes on.
+    Requests are sorted by length and asked in batches of few shapes, each compiled once. A batch's
+    answers go to the harness's cache (``--use_cache``) at once, so that a stopped evaluation
+    can continue.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class TapeJax(TemplateLM):
           adapter: for the Llama folder.
           tokenizer: of the Llama folder, if it is not in there.
           batch_size: requests at once; ``auto``: 16.
-          max_length: tokens at most; None: those that the model takes or, of a Llama folder that
-            takes any number, those of its config; else 2,048.
-          chunk: tokens of a prompt that are run at a time before an answer is written; None: all.
+          max_length: tokens at most; None: those that the model takes or, if a Llama folder takes
+            any number, those of its config; else 2,048.
+          chunk: prompt tokens that are run at a time before an answer is written; None: all.
           add_bos_token: whether the token that starts a document starts a text, if there is one.
-          data, fsdp, tensor: devices of a mesh, of which one may be -1: all that are left.
+          data, fsdp, tensor: devices along mesh axes; one may be -1: all that are left.
           max_batch_size, device: given by the harness, and not used.
 
         Raises:
-          ValueError: not exactly one of a run and a model, or one without a tokenizer or limits
-            that are none.
+          ValueError: not exactly one of a run and a model, or one without a tokenizer, or invalid
+            limits.
         """
         super().__init__()
         require(
@@ -116,7 +116,7 @@ class TapeJax(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: that of a text's start, else that of its end."""
+        """The token before a text without context: a text's start token, else its end token."""
         return self.eot_token_id if self.codec.bos is None else self.codec.bos
 
     @property
@@ -127,7 +127,7 @@ class TapeJax(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Tokens of a text, after the one that starts a document unless told otherwise."""
+        """Returns a text's tokens, after a document's start token unless told otherwise."""
         with_bos = self._adds_bos if add_special_tokens is None else add_special_tokens
         start = [self.codec.bos] if with_bos and self.codec.bos is not None else []
         return [*start, *self.codec.encode(string)]
@@ -147,7 +147,7 @@ class TapeJax(TemplateLM):
         return answers
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[Any, Any]]:
-        """Scores contexts with continuations; what is too long loses its start."""
+        """Scores continuations of contexts; a text that is too long loses its start."""
         given, places = [], []
         for place, (context, continuation) in enumerate(pairs):
             require(
@@ -170,7 +170,10 @@ class TapeJax(TemplateLM):
         _report("log-likelihoods", self._scorer)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
-        """Log-likelihoods of whole texts, each token scored once, with as much context as fits."""
+        """Returns the log-likelihoods of whole texts.
+
+        Each token is scored once, with as much context as fits.
+        """
         pairs, owners = [], []
         for number, request in enumerate(requests):
             windows = get_rolling_token_windows(
@@ -195,7 +198,7 @@ class TapeJax(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations, up to the first of the texts that end them."""
+        """Returns greedy continuations, up to the first text that ends them."""
         groups = defaultdict(list)
         for number, request in enumerate(requests):
             options = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
@@ -221,7 +224,7 @@ class TapeJax(TemplateLM):
         return answers
 
     def _prompts(self, texts: Sequence[str], new: int) -> list[np.ndarray]:
-        """Tokens of contexts, whose start is cut off where it leaves no room for the answer."""
+        """Returns the tokens of contexts, cut at the start to leave room for the answer."""
         room = self.max_length - new
         require(
             room > 0,
@@ -258,7 +261,7 @@ def _report(what: str, worker: Scorer | Continuer) -> None:
 
 
 def _usual_length(folder: Path) -> int:
-    """The tokens that a model's ``config.json`` names, else :data:`MAX_LENGTH`."""
+    """Returns the token limit in a folder's ``config.json``, else :data:`MAX_LENGTH`."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return int(config.get("max_position_embeddings", MAX_LENGTH))

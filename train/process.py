@@ -1,4 +1,4 @@
-"""Settings by which a process keeps freed memory, and compiled programs for all commands."""
+"""Lets a process keep freed memory, and keep compiled programs for all commands."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LEAST_SECONDS = 0.1
 
 
 def keep_programs() -> None:
-    """Lets jax, where it is yet to be loaded, keep what it compiles in the user's cache folder.
+    """Lets jax, if it is not yet loaded, keep what it compiles in the user's cache folder.
 
-    What the environment says already of jax's persistent cache stays, and holds for processes that
-    this one starts: ``JAX_ENABLE_COMPILATION_CACHE=0`` keeps nothing.
+    Settings of jax's persistent cache in the environment stay, and hold for processes that this one
+    starts: ``JAX_ENABLE_COMPILATION_CACHE=0`` keeps nothing.
     """
     if "jax" in sys.modules or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -43,10 +43,10 @@ def keep_programs() -> None:
 
 
 def compile_in_turn(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program; the next call of the function that was lowered finds it.
+    """Compiles a program; the next call of the lowered function finds it.
 
-    Processes that are about to compile the same program do so one after another, where jax keeps
-    what it compiles: all but the first find it there.
+    If jax keeps what it compiles, processes that are about to compile the same program take turns:
+    all except the first find it there.
     """
     with _turn(lowered):
         return lowered.compile()
@@ -83,10 +83,10 @@ def keep_freed_memory() -> None:
     """Lets glibc keep freed memory for the next allocation; elsewhere it does nothing.
 
     XLA allocates the temporary memory of a step anew for every step on the CPU. By default glibc
-    fetches so much memory from the kernel each time, page by page, and hands it back: 18 of the 48
-    milliseconds of processor time that a step of ``configs/addition_demo.py`` took. On one
-    core all threads share an arena, since a thread's own holds no block over 64 MB; on several they
-    would wait for one another.
+    fetches this memory from the kernel each time, page by page, and hands it back. That took 18 of
+    the 48 milliseconds of processor time of a step of ``configs/addition_demo.py``. On one core all
+    threads share an arena, since a thread's own holds no block over 64 MB; on several they would
+    wait for one another.
     """
     if platform.libc_ver()[0] != "glibc":
         return

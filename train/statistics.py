@@ -12,9 +12,9 @@ import scipy.stats
 
 from train.checks import require
 
-# Of all tests and intervals, and the chance with which the smallest difference is seen.
+# The level of all tests and intervals, and the chance to detect the smallest difference.
 LEVEL, CHANCE = 0.05, 0.8
-# Values that differ by less are the same, but for rounding.
+# Values that differ by less are equal except for rounding.
 ALIKE = 1e-12
 
 Name = TypeVar("Name")
@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
 
     Attributes:
       mean, low, high: of the values.
-      p: of the mean being zero, two-sided.
+      p: two-sided p-value of a zero mean.
       spread: standard deviation of the values.
       number: of values.
     """
@@ -42,10 +42,10 @@ class Estimate(NamedTuple):
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
     def smallest(self, tests: int = 1) -> float:
-        """The mean that would have been told from zero with the chance :data:`CHANCE`.
+        """Returns the smallest mean told from zero with the chance :data:`CHANCE`.
 
         Args:
-          tests: number of those in the family, at the strictest level of which this one stands.
+          tests: number of tests in the family; this one stands at their strictest level.
         """
         freedom = self.number - 1
         reach = scipy.stats.t.ppf([1 - LEVEL / tests / 2, CHANCE], freedom).sum()
@@ -59,19 +59,19 @@ def mean(values: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The standard deviation of values, at least two; NaN or infinite as :func:`mean` has it."""
+    """Returns the standard deviation of at least two values; NaN or infinite as in :func:`mean`."""
     with np.errstate(all="ignore"):
         return float(np.std(values, ddof=1))
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the interval of Student's t around the mean of values, at least two."""
+    """Returns half of Student's t interval around the mean of at least two values."""
     spread = statistics.stdev(values) / math.sqrt(len(values))
     return float(scipy.stats.t.ppf(1 - LEVEL / 2, len(values) - 1)) * spread
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of values, at least two."""
+    """Estimates the mean of at least two values."""
     require(len(values) >= 2, f"an interval needs at least two values; got {len(values)}")
     mean, spread = statistics.fmean(values), statistics.stdev(values)
     if spread < ALIKE:
@@ -94,11 +94,11 @@ def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estim
 
 
 def holm(p: Mapping[Name, float], size: int = 0) -> dict[Name, float]:
-    """The p-values of a family, adjusted by Holm's method.
+    """Returns the p-values of a family, adjusted by Holm's method.
 
     Args:
-      p: those that are known.
-      size: of the family, if it is larger: the others are taken to be one.
+      p: the known p-values.
+      size: the family's size, if it is larger: the others are taken as one.
     """
     order = sorted(p, key=p.__getitem__)
     count = max(size, len(order))

@@ -4,12 +4,12 @@ Claim: none beforehand; the report says which parts matter to words longer than 
 Sorting tells encodings apart there; sums do not at this size, where all are wrong.
 Nine variants are judged by research/protocol.md (research/evidence.md): six by sorting with half
 the steps, and three by growth in 48 layers. All, from before, are in research/records_before.jsonl.
-That equivariance keeps states stable is contradicted: in 48 layers they grow to three times as much
-without it, but to 42 % less where the update mixes along a head's dimensions, which breaks it too
-(60 steps, five seeds). Confirmed, by words of 11 to 20 symbols sorted right: that permutation
-equivariance matters (TAPE 19 %, weights by place 14), and that updates of later layers matter more
-(where only two of six layers update, two late ones 25 %, two early ones 17; where all do, cutting
-off the first one's costs most). TAPE without its update has 18 % and is not told apart.
+Contradicted: equivariance keeps states stable. In 48 layers they grow to three times as much
+without it, but to 42 % less if the update mixes along a head's dimensions, which breaks it too
+(60 steps, five seeds). Confirmed, by words of 11 to 20 symbols sorted right: permutation
+equivariance matters (TAPE 19 %, weights by place 14), and updates of later layers matter more (if
+only two of six layers update, two late ones 25 %, two early ones 17; if all do, cutting off the
+first one's costs most). TAPE without its update has 18 % and is not told apart.
 Cost: two to three minutes of one core for a run, with evaluation; all variants with three seeds
 took 3.5 hours of processor time.
 Command: one variant of VARIANTS, or all of them with three seeds each:
@@ -30,7 +30,7 @@ SCALES = length_suite.SCALES
 # as the published code does.
 VARIANTS: dict[str, dict[str, Any]] = {
     "tape_head_scale": {},
-    # No contextual update: by another encoding, and by TAPE with both parts left out.
+    # No contextual update: another encoding, and TAPE with both parts left out.
     "rope": {"model.position.kind": "rope"},
     "no_update": {"model.position.attention_mix": "none", "model.position.mlp_mix": False},
     # One part of the update.

@@ -1,7 +1,7 @@
 r"""Seven problems of one length in minutes on a laptop: trained to 10 symbols, asked to 20.
 
-Claim: at lengths up to 10 TAPE answers at least 95 % of words; what it does with longer ones,
-beside RoPE, is for the report to show. Measured with one seed, too few to tell differences from
+Claim: at lengths up to 10 TAPE answers at least 95 % of words; the report shows what it does
+with longer ones, beside RoPE. Measured with one seed, too few to tell differences from
 chance: words answered right, in per cent, up to 10 symbols and from 11 to 20, TAPE with
 attention_mix="head_scale",
     multiply     TAPE 100 and 2.3     RoPE 100 and 7.0
@@ -17,8 +17,8 @@ Command: for each problem (multiply, copy, reverse, sort, parity, majority, modu
     python -m research.main compare --config=research/configs/length_suite.py \
         --run=runs/length_suite/copy \
         --encodings=tape,rope --seeds=3 --config.task.problem=copy
-Two of the problems, parity and reverse, are judged by research/protocol.md, with 1,000 steps and
-five seeds: that TAPE learns a wider class of algorithms is contradicted, in both forms. Beyond 10
+research/protocol.md judges two of the problems, parity and reverse, with 1,000 steps and five
+seeds. It contradicts, in both forms, that TAPE learns a wider class of algorithms. Beyond 10
 symbols it is right in 53 % of parities (ALiBi 65, FIRE 71, no encoding 74; a guess: 50) and 9 %
 of reversals (ALiBi 28, FIRE 42, no encoding 26), and not told apart from RoPE in either;
 parities were still improving at the trained lengths:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-# By name, the options of the tasks that research/protocol.md judges, where they are not the
+# By name, the options of the tasks that research/protocol.md judges, if they are not the
 # defaults.
 TASKS: dict[str, dict[str, Any]] = {
     # As in configs/addressing_demo.py.
@@ -36,8 +36,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "selective_copy": {},
 }
 
-# The form of make demo, and what may help it beyond the trained lengths, each by itself; one is
-# chosen by other tasks than those above (research/protocol.md).
+# The form of make demo, and what may help it beyond the trained lengths, one at a time; one is
+# chosen by tasks other than those above (research/protocol.md).
 _BASE: dict[str, Any] = {
     "model.position.kind": "tape+alibi",
     "model.position.attention_mix": "heads",

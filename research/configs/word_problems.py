@@ -12,8 +12,8 @@ attention_mix="head_scale". With one layer it is RoPE.
     A4xZ5         6    2        7    7    6        8    9    8
     A5            6    2        7    7    6       13   13    8
     S5            6    2        8    9    8       12   12   10
-Of 18 elements and more next to none is followed by any. Up to 8 elements there are too few words to
-hold any out of training.
+Models follow next to none of the words of 18 elements or more. Up to 8 elements there are too few
+words to hold any out of training.
 Cost: in seconds of one core, with evaluation, for one, two and four layers: TAPE 22, 40 and 73,
 RoPE 20, 33 and 57, none 20, 31 and 55.
 Command: for each group and depth

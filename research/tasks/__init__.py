@@ -1,4 +1,4 @@
-"""Tasks by which encodings are judged, beside those that ``train`` has."""
+"""Tasks that judge encodings, besides those that ``train`` has."""
 
 from train import tasks
 from train.compare import tasks as comparisons
@@ -18,6 +18,6 @@ COMPARISONS = {"words": "research.tasks.words_report:compare"}
 
 
 def register() -> None:
-    """Makes the tasks known by their names, and what a report says of them."""
+    """Registers the tasks by name, and what a report says of them."""
     tasks.TASKS.update(TASKS)
     comparisons.COMPARISONS.update(COMPARISONS)

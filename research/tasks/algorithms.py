@@ -1,19 +1,19 @@
-"""Problems of one length, trained to a length n and asked to twice that: length generalisation.
+"""Length generalisation: problems of one length, trained up to n and asked up to twice that.
 
-An example is a word, ``=``, and what the problem makes of the word::
+An example is a word, ``=``, and the problem's answer to the word::
 
     <bos> 4 0 7 1 = 1 7 0 4 <eos>          reverse
     <bos> 7 0 4 x 3 = 1 2 2 1 <eos>        multiply: 407 x 3 = 1221, least significant digit first
 
-The problems are those by which length generalisation is usually judged (Delétang et al. 2023,
-arXiv:2207.02098; Zhou et al. 2023, arXiv:2310.16028). A new one is a function of words and a line
-in ``PROBLEMS``.
+The problems are the usual tests of length generalisation (Delétang et al. 2023, arXiv:2207.02098;
+Zhou et al. 2023, arXiv:2310.16028). A new problem is a function of words and a line in
+``PROBLEMS``.
 
-**Words.** Each length is equally likely in training, and within a length each word is.
+**Words.** In training, each length is equally likely, and so is each word of a length.
 
-**Held-out words.** A hash keeps one word in ten out of training, the same ones for every seed,
-length and model. Lengths with fewer than 1,000 words are too short to be divided: there training
-and evaluation share all words, and results mark them.
+**Held-out words.** A hash keeps one word in ten out of training, the same words for every seed,
+length and model. Lengths with fewer than 1,000 words are not divided: training and evaluation share
+all their words, and results mark them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Problem:
       solve: words of one length, uint8 [B, P], to answers uint8 [B, A], in digits; ``NOTHING``
         stands where an answer is shorter than others.
       symbols: size of the alphabet, the digits from 0 on.
-      operator: where it is given, a word is a number with its least significant digit first and no
-        leading zero, followed by one digit more, the other operand; the answer is a number too.
-      answers: how many answers of equal length are possible, where that does not grow with the
-        length: a guess is right once in so many times.
+      operator: if given, a word is a number with its least significant digit first and no leading
+        zero, followed by one more digit, the other operand; the answer is a number too.
+      answers: how many answers of equal length are possible, if that does not grow with the length:
+        a guess is right once in that many times.
     """
 
     task: str
@@ -61,7 +61,7 @@ class Problem:
 
 
 def multiply(words: np.ndarray) -> np.ndarray:
-    """The product of a number and a digit, least significant digit first."""
+    """Returns the product of a number and a digit, least significant digit first."""
     number, factor = words[:, :-1], words[:, -1]
     answer = np.zeros((len(words), number.shape[1] + 1), np.uint8)
     carry = np.zeros(len(words), np.uint8)
@@ -166,19 +166,19 @@ class Algorithm(DigitQuestions):
     def number(self, *lengths: Any) -> np.ndarray:
         """Returns the number of words of a length, as float64."""
         (length,) = lengths
-        # Beyond 100 symbols the exact count matters to nobody, and float64 ends at 308.
+        # Beyond 100 symbols the exact count does not matter, and float64 ends at 308.
         words = np.power(float(self.definition.symbols), np.minimum(length, 100))
         return words * np.where(np.equal(length, 1), 10, 9) if self.definition.operator else words
 
     def every(self, *lengths: int) -> Questions:
-        """All words of a length."""
+        """Returns all words of a length."""
         lowest = self.lowest(*lengths)
         places = np.indices((self.definition.symbols - lowest).tolist(), np.uint8)
         words = places.reshape(len(lowest), -1).T + lowest.astype(np.uint8)
         return Questions(words[None], np.full((1, len(words)), lengths))
 
     def draw(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Questions:
-        """Uniformly random words of one length."""
+        """Draws uniformly random words of one length."""
         lowest = self.lowest(lengths[0, 0].item())
         shape = (*lengths.shape, len(lowest))
         symbols = rng.integers(lowest, self.definition.symbols, shape, dtype=np.uint8)
@@ -190,7 +190,7 @@ class Algorithm(DigitQuestions):
         return questions.symbols + 1
 
     def write(self, questions: Questions, width: int) -> Written:
-        """Words of one length, up to and including ``=``, and what comes after it."""
+        """Writes words of one length, up to and including ``=``, and what comes after it."""
         (words,) = questions.symbols
         tokens = _TOKENS[words]
         prompt: list[Part] = [VOCABULARY.BOS, tokens, _EQUALS]
@@ -200,13 +200,13 @@ class Algorithm(DigitQuestions):
         return write(prompt, [_TOKENS[self.definition.solve(words)], VOCABULARY.EOS], width)
 
     def ordinary(self, questions: Questions) -> list[str]:
-        """Words such as ``"40713"``, or ``"407x3"``."""
+        """Writes words such as ``"40713"``, or ``"407x3"``."""
         texts = ["".join(map(str, word)) for word in questions.symbols[0].tolist()]
         operator = self.definition.operator
         return [f"{t[-2::-1]}{operator}{t[-1]}" for t in texts] if operator else texts
 
     def read(self, text: str) -> Questions:
-        """A word in ordinary writing."""
+        """Reads a word in ordinary writing."""
         digits, operator = f"[0-{self.definition.symbols - 1}]", self.definition.operator
         if operator:
             pattern = rf"({digits}+) *{re.escape(operator)} *({digits})"
@@ -220,7 +220,7 @@ class Algorithm(DigitQuestions):
         return Questions(symbols, np.array([[len(word) - bool(operator)]]))
 
     def ordinary_answer(self, digits: str) -> str:
-        """An answer as it is usually written: numbers with the most significant digit first."""
+        """Writes an answer as usual: numbers with the most significant digit first."""
         return digits[::-1] if self.definition.operator else digits
 
     @property

@@ -1,16 +1,16 @@
 """Counting: how often was x incremented since it was set to zero?
 
-The task is that of CoPE (Golovneva et al. 2024, arXiv:2405.18719). A text is instructions about
-variables, set to zero, increment or pass, and reads, at which the variable's value is due, modulo
+The task is that of CoPE (Golovneva et al. 2024, arXiv:2405.18719). A text has instructions about
+variables (set to zero, increment or pass) and reads, which ask for the variable's value, modulo
 ten::
 
     x=0 y=0 x+ . x+ y+ x? y?       x is 2, y is 1
 
-**Why.** It matters how many tokens of one kind stand between two places, not how many tokens do.
-Positions that count by content say so at once; with others attention has to tell apart averages
-that get closer with every increment and every pass in between.
+**Why.** The answer is the number of tokens of one kind between two places, not of all tokens.
+Positions that count by content give it at once. With others, attention has to tell apart averages
+that get closer with every increment and pass in between.
 
-**Held out.** A hash of the twelve tokens before a read keeps one in ten from being trained.
+**Held out.** A hash of the twelve tokens before a read keeps one in ten out of training.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Counting(PlaceTask):
       variables: how many there are; a text begins by setting each to zero.
       shortest, longest: instructions of the texts trained on, all lengths equally likely.
       questions: reads of a training text, at random places, the last one at its end.
-      passes, sets: probabilities that another instruction than a read is a pass, or sets a variable
-        to zero; else it increments one.
+      passes, sets: probabilities that an instruction other than a read is a pass, or sets a
+        variable to zero; else it increments one.
     """
 
     kind: ClassVar[str] = "counting"
@@ -99,7 +99,7 @@ class Counting(PlaceTask):
     def texts(
         self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
     ) -> Texts:
-        """Random instructions; see :meth:`PlaceTask.texts`."""
+        """Draws random instructions; see :meth:`PlaceTask.texts`."""
         size, longest, first = len(columns), columns.max(), self.first
         each, at, end = np.arange(size)[:, None], np.arange(longest), columns[:, None] - 1
         drawn = rng.random((size, longest), np.float32)

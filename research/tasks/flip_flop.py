@@ -1,15 +1,15 @@
 """Flip-flops: which bit was written last?
 
-The task is that of Liu et al. (2023, arXiv:2306.00946). A text is instructions: write a bit, ignore
-a bit, or read, at which the last bit written is due::
+The task is that of Liu et al. (2023, arXiv:2306.00946). A text has instructions: write a bit,
+ignore a bit, or read, which asks for the last bit written::
 
     w1 i0 i0 r w0 i1 r       1 at the first read, 0 at the second
 
-**Why.** The last write is to be found however far back it is, and no earlier one. Attention has to
-prefer the nearest of all that fit: a bias that falls with distance does so at every distance, a
-rotation at those that it was trained on, and a decay by what the content says does so exactly.
+**Why.** A model must find the last write, however far back it is, and no earlier one. Attention has
+to prefer the nearest match: a bias that falls with distance does so at every distance, a rotation
+at those that it was trained on, and a decay by what the content says does so exactly.
 
-**Held out.** A hash of the twelve instructions before a read keeps one in ten from being trained.
+**Held out.** A hash of the twelve instructions before a read keeps one in ten out of training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FlipFlop(PlaceTask):
     Attributes:
       shortest, longest: instructions of the texts trained on, all lengths equally likely.
       questions: reads of a training text, at random places, the last one at its end.
-      writes: probability that another instruction than a read is a write.
+      writes: probability that an instruction other than a read is a write.
     """
 
     kind: ClassVar[str] = "flip_flop"
@@ -81,7 +81,7 @@ class FlipFlop(PlaceTask):
     def texts(
         self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
     ) -> Texts:
-        """Random instructions; see :meth:`PlaceTask.texts`."""
+        """Draws random instructions; see :meth:`PlaceTask.texts`."""
         size, longest, first = len(columns), columns.max(), self.first
         each, at, end = np.arange(size)[:, None], np.arange(longest), columns[:, None] - 1
         write = (rng.random((size, longest), np.float32) < self.writes) | (at == 0)

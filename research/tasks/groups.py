@@ -72,7 +72,7 @@ def element_numbers(name: str) -> dict[Permutation, int]:
 
 
 def running_products(table: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """The products of all beginnings of words [..., T], in their type."""
+    """Returns products of all beginnings of words [..., T], in their dtype."""
     products = words.copy()
     for place in range(1, words.shape[-1]):
         products[..., place] = table[products[..., place - 1], words[..., place]]

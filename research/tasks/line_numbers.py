@@ -1,18 +1,18 @@
 """Line numbers: which is the k-th token of the n-th line?
 
-A text is lines of random lengths, each ended by a sign, then questions of two tokens, the number of
-a line and the place in it::
+A text has lines of random lengths, each ended by a sign, then questions of two tokens, the number
+of a line and the place in it::
 
     x a | b b c | q a | #2 +3      the third token of the second line is c
 
-**Why.** The n-th sign is found by counting, not by content: it is a token like every other, and
-lines vary in length, so that no distance tells where it is. A place relative to it is then to be
-addressed. An encoding needs both: positions that count what the content says (as CoPE does), or a
-state that is told by one layer where a line begins and is moved on by the next. Numbers of lines
-are symbols, so that none is asked for that was not trained: longer texts have more lines after it.
+**Why.** The n-th sign is found by counting, not by content: it is a token like every other. Lines
+vary in length, so no distance tells where it is. A place relative to it must then be addressed. An
+encoding needs both: positions that count what the content says (as CoPE does), or a state that one
+layer tells where a line begins, and that the next moves on. Line numbers are symbols, so only
+trained ones are asked for: longer texts have more lines after them.
 
-**Held out.** A hash of line, place, answer and the token after it keeps one combination in ten from
-being trained.
+**Held out.** A hash of line, place, answer and the token after it keeps one combination in ten out
+of training.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LineNumbers(PlaceTask):
     def texts(
         self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
     ) -> Texts:
-        """Random lines with questions; see :meth:`PlaceTask.texts`."""
+        """Draws random lines with questions; see :meth:`PlaceTask.texts`."""
         size, count, first = len(columns), 1 if rows is not None else self.questions, self.first
         each = np.arange(size)[:, None]
         sizes = rng.integers(1, self.places + 1, (size, columns.max()))

@@ -1,19 +1,19 @@
 """Grid navigation: what stands where the walk has come back to?
 
 A text is a walk on a line or in a plane, as in MapFormer's experiments (Rambaud et al. 2025): a
-landmark, then moves, each followed by the landmark found there or, where the walk has been before,
-by a question::
+landmark, then moves, each followed by the landmark found there or, if the walk has been there
+before, by a question::
 
     c R a R q L ?      one step back from q stands a
 
-**Why.** Where a token stands in the text says little of where the walk was. What is asked for is a
-place in another space, a sum of moves, which the content says. Encodings whose positions are such
-sums (MapFormer's) have it by construction; a state that the content updates can learn to be one.
+**Why.** A token's place in the text says little about where the walk was. A question asks for a
+place in another space, a sum of moves, which the content says. Encodings whose positions are these
+sums (MapFormer's) have it by construction; a state that the content updates can learn it.
 
-Most walks that come back do so by taking back their last move; the answer has then just been
-passed. Evaluations ask about others, unless told to.
+Most walks that come back do so by undoing their last move, and have just passed the answer.
+Evaluations ask about others, unless ``undo`` is set.
 
-**Held out.** A hash of the twelve tokens before a question keeps one in ten from being trained.
+**Held out.** A hash of the twelve tokens before a question keeps one in ten out of training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from train.data import synthetic
 from train.tasks.places import Called, PlaceTask, Texts, tokens_before
 
 LETTERS = string.ascii_lowercase
-# To the place numbered x + WIDE y: walks are shorter than that.
+# Place (x, y) has the number x + WIDE y: walks are shorter than WIDE.
 WIDE = 2**12
 MOVES = {"L": -1, "R": 1, "D": -WIDE, "U": WIDE}
 STEPS = np.array([*MOVES.values()], np.int32)
@@ -42,7 +42,7 @@ class Navigation(PlaceTask):
     """Grid navigation (the module's text describes it).
 
     Attributes:
-      dimensions: walks in up to so many dimensions, 1 or 2, all equally likely.
+      dimensions: the most dimensions of a walk, 1 or 2; all are equally likely.
       shortest, longest: moves of the walks trained on, all numbers equally likely.
       undo: whether an evaluation may ask about walks whose last move takes back the one before.
     """
@@ -67,7 +67,7 @@ class Navigation(PlaceTask):
 
     @property
     def least(self) -> int:
-        """The moves of the shortest walk that comes back as an evaluation asks for it."""
+        """The number of moves of the shortest walk back that an evaluation asks for."""
         return 2 if self.undo else 4
 
     @property
@@ -95,7 +95,7 @@ class Navigation(PlaceTask):
     def texts(
         self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
     ) -> Texts:
-        """Random walks; see :meth:`PlaceTask.texts`. With ``rows`` their end is a question."""
+        """Draws random walks; see :meth:`PlaceTask.texts`. With ``rows`` they end in a question."""
         size, longest, first = len(columns), int(columns.max()), self.first
         dims = rng.integers(1, self.dimensions + 1, size) if rows is None else rows
         moves = rng.integers(0, 2 * dims[:, None], (size, longest))
@@ -123,14 +123,14 @@ class Navigation(PlaceTask):
     def _known_move(
         self, rng: np.random.Generator, moves: np.ndarray, columns: np.ndarray, dims: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A last move [B] of each walk that leads to where it has been, and whether [B] it does."""
+        """Returns each walk's last move [B], to where it has been, and whether [B] there is one."""
         visited, before = _visited(moves), columns - 1
         reached = visited[np.arange(len(moves)), before][:, None] + STEPS
         been = reached[:, :, None] == visited[:, None]
         been &= (np.arange(visited.shape[1]) <= before[:, None])[:, None]
         able = been.any(-1) & (np.arange(len(STEPS)) < 2 * dims[:, None])
         if not self.undo:
-            # Moves come in pairs that take each other back.
+            # Moves come in pairs that undo each other.
             before = moves[np.arange(len(moves)), columns - 2]
             able &= np.arange(len(STEPS)) != (before ^ 1)[:, None]
         return np.where(able, rng.random(able.shape), -1).argmax(1), able.any(1)

@@ -1,15 +1,15 @@
 """Multi-query recall: which value came with the key x? (Arora et al. 2023, arXiv:2312.04927.)
 
-A text is pairs of distinct keys and random values, then keys::
+A text has pairs of distinct keys and random values, then keys::
 
     c 3 a 1 x 8 a? x?        a came with 1, x with 8
 
-**Why.** It asks for content alone: the only place that matters is the one just after the key. Every
-encoding that tells neighbours apart should do; one that fails here, or at more pairs than were
-trained, does so for what it does to the search by content, such as a decay that forgets. So keys
-are asked about from the last to the first of a text.
+**Why.** It asks only for content: the only place that matters is the one just after the key. Every
+encoding that tells neighbours apart should succeed. One that fails here, or at more pairs than were
+trained, disturbs the search by content, for example by a decay that forgets. So keys are asked
+about from the last to the first of a text.
 
-**Held out.** A hash of key and value keeps one combination in ten from being trained.
+**Held out.** A hash of key and value keeps one combination in ten out of training.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Recall(PlaceTask):
     def texts(
         self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
     ) -> Texts:
-        """Random pairs with questions; see :meth:`PlaceTask.texts`."""
+        """Draws random pairs with questions; see :meth:`PlaceTask.texts`."""
         size, count, first = len(columns), 1 if rows is not None else self.questions, self.first
         pairs, each = columns[:, None], np.arange(size)[:, None]
         keys = rng.random((size, self.symbols), np.float32).argsort(1)

@@ -1,16 +1,16 @@
-"""Selective copying: which is the n-th token that is no filler?
+"""Selective copying: which is the n-th token, not counting fillers?
 
-The task is that of Gu and Dao (2023, arXiv:2312.00752). A text is a few letters at random places
+The task is that of Gu and Dao (2023, arXiv:2312.00752). A text has a few letters at random places
 among fillers, then their numbers in any order::
 
     . c . . a x . #3 #2       the third letter is x, the second a
 
-**Why.** Where a letter stands says nothing of its number: the letters before it are to be counted.
-A fixed encoding measures tokens; positions that count what the content says (CoPE's), or a state
-that moves by what a token is, can count letters.
+**Why.** A letter's place says nothing about its number: the letters before it must be counted. A
+fixed encoding measures tokens. Positions that count what the content says (CoPE's), or a state that
+moves by what a token is, can count letters.
 
 **Held out.** A hash of the number, the letter's place and the twelve tokens up to it keeps one
-combination in ten from being trained.
+combination in ten out of training.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LETTERS, FILLER = string.ascii_lowercase, "."
 class SelectiveCopy(PlaceTask):
     """Selective copying (the module's text describes it).
 
-    Numbers are in any order: in their own, a model may learn to look for the letter after the last
-    one found, and a question of one number alone is none that was trained.
+    Numbers are in any order. In ascending order, a model may learn to look for the letter after the
+    last one found, and a question with only one number was never trained.
 
     Attributes:
-      letters: N; every text has so many of them, and is asked for all.
+      letters: N; every text has N of them, and is asked for all.
       shortest, longest: tokens of the texts trained on, all lengths equally likely.
     """
 
@@ -88,7 +88,7 @@ class SelectiveCopy(PlaceTask):
     def texts(
         self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
     ) -> Texts:
-        """Random letters at random places; see :meth:`PlaceTask.texts`."""
+        """Draws random letters at random places; see :meth:`PlaceTask.texts`."""
         size, first, each = len(columns), self.first, np.arange(len(columns))[:, None]
         keys = rng.random((size, columns.max()), np.float32)
         keys[np.arange(columns.max()) >= columns[:, None]] = 2

@@ -1,17 +1,17 @@
 """Tables: what stands in the cell at row a and column B?
 
-A text is a header of column names, then rows, each a row's name and a value for every column, then
+A text has a header of column names, then rows, each a row's name and a value for every column, then
 questions of two tokens, a row and a column::
 
     B A C  a 3 1 4  c 1 5 9  a? A?      the cell at row a and column A holds 1
 
 **Why.** The column's name is found by content in the header, the row's by content among the rows.
 The cell is as many places after the row's name as the column's name is after the beginning of the
-header, and one more: a difference between two places, of which one was found by content, has to be
-taken on from a third, found by content too. Names are a random choice in random order, so that
-neither says where anything is.
+header, and one more. The difference between two places, one of them found by content, has to be
+added to a third, also found by content. Names are a random choice in random order, so neither says
+where anything is.
 
-**Held out.** A hash of row, column and value keeps one combination in ten from being trained.
+**Held out.** A hash of row, column and value keeps one combination in ten out of training.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Table(PlaceTask):
     def texts(
         self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
     ) -> Texts:
-        """Random tables with questions; see :meth:`PlaceTask.texts`."""
+        """Draws random tables with questions; see :meth:`PlaceTask.texts`."""
         size, count, first = len(columns), 1 if rows is not None else self.questions, self.first
         high = rng.integers(2, self.rows + 1, size) if rows is None else rows
         wide, high, each = columns[:, None], high[:, None], np.arange(size)[:, None]

@@ -11,16 +11,16 @@ ones too. Elements are numbered; 0 is the identity. Without the start symbol, a 
 positions out of the embeddings could not tell ``g g`` from ``g``: attention over equal values is
 their value, however it weighs them.
 
-**Generators.** Words may also be of two or three fixed elements that generate the group, in place
-of all its elements. Their word problem stays as hard: each element is a product of generators, so
-words of all elements become words of generators that are longer by a constant factor. Yet a single
-step is one of 60 times 3 products, not of 60 times 60, and is soon learned.
+**Generators.** Words may also consist of two or three fixed elements that generate the group,
+instead of all its elements. Their word problem stays as hard: each element is a product of
+generators, so words of all elements become words of generators that are longer by a constant
+factor. Yet a single step is one of 60 times 3 products, not of 60 times 60, and is soon learned.
 
 **Held-out words.** A hash of a word's beginning keeps one word in ten out of training, the same
-ones for every seed, length and model. The beginning has as many elements, ``HASHED`` at least, as
-give it 10,000 forms: 3 of all elements, 9 of three generators, 14 of two. Evaluation
-asks for these words only, so that all words of that many elements and more are new to the model;
-shorter ones are too few to be divided.
+ones for every seed, length and model. The beginning is long enough for 10,000 forms, and has
+``HASHED`` elements at least: 3 of all elements, 9 of three generators, 14 of two. Evaluation asks
+only for these words, so all words of that many elements and more are new to the model; shorter ones
+are too few to be divided.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Words(QuestionTask):
       group: one of ``GROUPS``.
       max_length: n; words of n elements are trained, and their beginnings with them.
       generators: words are of the first two or three permutations of ``GROUPS``; None: of all
-        elements. Products are any elements all the same.
+        elements. Products can always be any elements.
     """
 
     kind: ClassVar[str] = "words"
@@ -191,23 +191,23 @@ class Words(QuestionTask):
         return length >= self.beginning
 
     def draw(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Questions:
-        """Words of one length, of uniformly random symbols."""
+        """Draws words of one length, of uniformly random symbols."""
         symbols, size = self.symbols.astype(np.int32), (lengths.shape[1], lengths[0, 0].item())
         words = symbols[rng.integers(len(symbols), size=size, dtype=np.int32)]
         return Questions(words[None], lengths)
 
     def draw_again(self, rng: np.random.Generator, questions: Questions, longest: int) -> Questions:
-        """The same words with other beginnings."""
+        """Returns the same words with other beginnings."""
         drawn, size = questions.symbols.copy(), (questions.lengths.shape[1], self.beginning)
         drawn[0, :, : self.beginning] = self.symbols[rng.integers(len(self.symbols), size=size)]
         return Questions(drawn, questions.lengths)
 
     def hashed(self, questions: Questions) -> np.ndarray:
-        """The beginnings of words."""
+        """Returns the beginnings of words."""
         return questions.symbols[..., : self.beginning]
 
     def choose(self, rng: np.random.Generator, lengths: Sequence[int], samples: int) -> Questions:
-        """Held-out words, beyond the trained range too; a word may come twice."""
+        """Draws held-out words, beyond the trained range too; a word may come twice."""
         each = np.tile(np.array(lengths)[:, None], samples)
         return self.sample(rng, each, max(lengths), to_ask=True)
 
@@ -244,7 +244,7 @@ class Words(QuestionTask):
         return [self.decode(word) for word in questions.symbols[0]]
 
     def read(self, text: str) -> Questions:
-        """A word from the numbers of its elements."""
+        """Reads a word from the numbers of its elements."""
         symbols = self.symbols.tolist()
         numbers = [int(x) for x in text.split()] if re.fullmatch(r"[0-9 ]+", text) else []
         if self.generators is None:
@@ -259,7 +259,7 @@ class Words(QuestionTask):
         return Questions(np.array([[numbers]], np.int32), np.array([[len(numbers)]]))
 
     def read_answer(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The number of the product."""
+        """Returns the number of the product."""
         return self.decode(tokens[:1])
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
@@ -302,11 +302,11 @@ class Words(QuestionTask):
     def evaluate(
         self, trained: Trained, options: WordEvaluation, progress: Progress | None = None
     ) -> WordResult:
-        """Accuracy at every length, from words of the trained length and of the longest.
+        """Returns accuracy at every length, from words of the trained length and of the longest.
 
-        A causal model says of a word's beginning what it would say without the rest. Lengths in the
-        trained range are read from words of the trained length all the same, since some encodings
-        depend on the length of the sequence. What is too long for the model is not asked.
+        A causal model answers a word's beginning as it would without the rest. Lengths in the
+        trained range are still read from words of the trained length, since some encodings depend
+        on the length of the sequence. Words too long for the model are not asked.
 
         Raises:
           ValueError: the longest length was given, and is too long.
@@ -336,7 +336,7 @@ class Words(QuestionTask):
         return WordResult(*(self.grid(axes, right[None], counts) for right in correct))
 
     def read_result(self, record: Any) -> WordResult:
-        """The result that ``to_json`` described."""
+        """Returns the result that ``to_json`` described."""
         return WordResult.from_json(record, self.wording)
 
 

@@ -11,7 +11,7 @@ from train.evaluation.grids import INTERVALS, averages_table, length_table, pool
 
 
 def compare(task: Words, results: Mapping[str, Sequence[WordResult]]) -> Comparison:
-    """Curves and accuracies by length; of several seeds, their means."""
+    """Returns curves and accuracies by length, averaged over seeds."""
     words, products = (
         {name: pool([getattr(r, part) for r in seeds]) for name, seeds in results.items()}
         for part in ("words", "products")

@@ -31,14 +31,14 @@ from train.training.flops import CHIPS, Chip
 # Where Triton's kernels ask for their GPU since jax 0.11.
 GPU_INFO = "jax._src.pallas.triton.gpu_info"
 
-# 9.10, as cuDNN counts: the first that takes values wider than keys.
+# cuDNN 9.10, as it counts: the first that takes values wider than keys.
 CUDNN_VERSION = 91_000
 CUDA_PACKAGES = (
     "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink "
     "nvidia-cuda-runtime nvidia-cuda-cupti nvidia-cuda-crt"
 )
 
-# Without cuDNN jax takes no CUDA plugin unless told to, and compiling needs none. It decides when
+# Without cuDNN jax loads no CUDA plugin unless told to; compiling needs no cuDNN. jax decides when
 # it first looks for devices.
 if importlib.util.find_spec("nvidia") and not importlib.util.find_spec("nvidia.cudnn"):
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -46,11 +46,11 @@ if importlib.util.find_spec("nvidia") and not importlib.util.find_spec("nvidia.c
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
-    """An NVIDIA GPU as XLA describes one; numbers by the vendor's data sheets.
+    """An NVIDIA GPU as XLA describes it, with numbers from the vendor's data sheets.
 
     Attributes:
-      chip: what it can do.
-      name: as the driver calls it.
+      chip: its specification.
+      name: the driver's name for it.
       capability: compute capability.
       processors: streaming multiprocessors.
       shared_memory: of a multiprocessor, in bytes; a block gets 1 KiB less.
@@ -70,7 +70,7 @@ class Cuda:
     fpus: int
 
     def devices(self, layout: str = "1") -> Sequence[Any]:
-        """Stand-ins, known to the compiler, for the GPUs of one host or ``hosts x GPUs``."""
+        """Returns the compiler's stand-ins for the GPUs of one host or ``hosts x GPUs``."""
         host = self.chip.host
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)", layout)
         hosts, each = (int(match[1] or 1), int(match[2])) if match else (0, 0)
@@ -94,7 +94,7 @@ class Cuda:
         return topology.devices
 
     def description(self) -> str:
-        """XLA's description of the target, a text proto."""
+        """Returns XLA's description of the target, a text proto."""
         return f"""
             platform_name: "CUDA"
             device_description_str: "{self.name}"
@@ -128,15 +128,15 @@ class Tpu:
     """A generation of TPUs.
 
     Attributes:
-      chip: what one can do.
-      name: of the generation, as libtpu calls it.
+      chip: the specification of one.
+      name: libtpu's name for the generation.
     """
 
     chip: Chip
     name: str
 
     def devices(self, layout: str = "1x1") -> Sequence[Any]:
-        """Stand-ins, known to the compiler, for the chips of a slice such as ``4x8``."""
+        """Returns the compiler's stand-ins for the chips of a slice such as ``4x8``."""
         require(
             re.fullmatch(r"\d+(x\d+){1,2}", layout) is not None,
             f"topology: expected the shape of a slice, such as 4x8 or 2x2x4; got {layout!r}",
@@ -179,7 +179,7 @@ class Machine:
 
     Attributes:
       name: such as ``v5e:8x8``.
-      target: of which there are several.
+      target: the kind of each.
       devices: stand-ins for them.
     """
 
@@ -194,7 +194,7 @@ class Machine:
 
 
 def machine(name: str) -> Machine:
-    """The machine of a name such as ``v5e:8x8``, ``v5p:2x2x4``, ``h100:8`` or ``h100:4x8``.
+    """Returns the machine of a name such as ``v5e:8x8``, ``v5p:2x2x4``, ``h100:8`` or ``h100:4x8``.
 
     Raises:
       ValueError: if there is no such machine.
@@ -209,7 +209,7 @@ def machine(name: str) -> Machine:
     target = TARGETS[kind]
     found = Machine(name, target, tuple(target.devices(layout)))
     wanted = math.prod(map(int, layout.split("x")))
-    # Chips of older generations show two cores each.
+    # Chips of older generations appear as two cores each.
     require(
         len(found.devices) in (wanted, 2 * wanted),
         f"topology {name}: expected {wanted} chips, the compiler knows {len(found.devices)}",
@@ -219,9 +219,9 @@ def machine(name: str) -> Machine:
 
 @contextlib.contextmanager
 def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
-    """Lets backends, and the libraries beneath, that ask for their device find the target.
+    """Makes backends, and the libraries beneath, see the target as their device.
 
-    cuDNN is taken to be recent; its own kernels are chosen where they run, and not compiled here.
+    It assumes a recent cuDNN. cuDNN's own kernels are chosen where they run, and not compiled here.
     """
     capability = target.capability if isinstance(target, Cuda) else None
 
@@ -236,7 +236,7 @@ def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
         (cudnn_calls, "check_compute_capability", at_least),
     ]
     if isinstance(target, Cuda):
-        # Mosaic GPU otherwise takes a block to have as much shared memory as on Hopper.
+        # Mosaic GPU otherwise assumes that a block has as much shared memory as on Hopper.
         answers.append((mosaic_core, "_SMEM_SIZE_BOUND", target.shared_memory - 1024))
         if importlib.util.find_spec(GPU_INFO):
             gpu_info = importlib.import_module(GPU_INFO)
@@ -264,7 +264,7 @@ def ptxas() -> Path:
 
 
 def cuda_options() -> dict[str, Any]:
-    """Options with which XLA finds NVIDIA's tools in the installed packages."""
+    """Returns options that let XLA find NVIDIA's tools in the installed packages."""
     return {
         "xla_gpu_cuda_data_dir": str(ptxas().parent.parent),
         "xla_gpu_enable_libnvptxcompiler": False,

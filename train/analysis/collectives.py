@@ -41,9 +41,9 @@ class Collective:
       groups: devices, numbered by their place in the mesh, that work together; for a permutation
         the pairs (source, target).
       axes: mesh axes along which the devices of a group differ; None without a mesh.
-      times: how often one run of the program executes it, as if it took all branches; None where
+      times: how often one run of the program executes it, as if it took all branches; None if
         a loop's length is unknown.
-      name: where the traced program it comes from.
+      name: where in the traced program it comes from.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the results on one device; of a reduce-scatter, those of its operand."""
+        """The bytes of the results on one device; for a reduce-scatter, those of its operand."""
         size = sum(math.prod(shape) * _bits(dtype) // 8 for dtype, shape in self.shapes)
         return size * len(self.groups[0]) if self.kind == "reduce-scatter" else size
 
@@ -76,17 +76,17 @@ class Collective:
 
 
 def collectives(text: str, mesh: Mesh | AbstractMesh | None = None) -> list[Collective]:
-    """The collectives of an optimised program.
+    """Returns the collectives of an optimised program.
 
     Args:
       text: the program, as ``compiled.as_text()`` of a jitted function gives it.
-      mesh: that the program was compiled for, in whose order devices are numbered.
+      mesh: the mesh that the program was compiled for; its order numbers the devices.
 
     Returns:
-      In the order of the text, without those whose groups have one device.
+      Those whose groups have several devices, in the order of the text.
 
     Raises:
-      ValueError: if a collective is written in a way that is not known.
+      ValueError: if a collective is written in an unknown way.
     """
     computations = dict(_computations(text))
     times = _times(computations)
@@ -97,7 +97,7 @@ def collectives(text: str, mesh: Mesh | AbstractMesh | None = None) -> list[Coll
         for line in lines:
             collective = _parse(line, mesh, times.get(name))
             channel = _CHANNEL.search(line)
-            # Its start, steps and end can be fused into computations of their own.
+            # A collective's start, steps and end can be fused into separate computations.
             again = name in fused and channel is not None and channel[0] in channels
             if collective is not None and not again:
                 found.append(collective)
@@ -120,7 +120,7 @@ _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Name and lines of each computation; the entry's name begins with ``ENTRY``."""
+    """Yields name and lines of each computation; the entry's name begins with ``ENTRY``."""
     name: str | None = None
     lines: list[str] = []
     for line in text.splitlines():
@@ -135,7 +135,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _times(computations: dict[str, list[str]]) -> dict[str, int | None]:
-    """Returns how often one run of the program runs each computation; None where unknown."""
+    """Returns how often one run of the program runs each computation; None if unknown."""
     callers: dict[str, list[tuple[str, int | None]]] = {}
     for caller, lines in computations.items():
         for line in lines:
@@ -159,7 +159,7 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int | None]:
 
 
 def _trips(line: str, computations: dict[str, list[str]]) -> int | None:
-    """Returns the trip count of a loop, by the compiler or else by its condition; None if unknown.
+    """Returns a loop's trip count, from the compiler or else its condition; None if unknown.
 
     A loop of jax counts from 0 by 1, and its condition is that the count is less than a constant.
     """
@@ -259,7 +259,7 @@ def _groups_of_axes(mesh: str, order: str | None, axes: str) -> tuple[tuple[int,
     count = math.prod(sizes.values())
     counted = _COUNTED.fullmatch(order or f"[{count}]")
     ids = _iota(*counted.groups()) if counted else np.array(_numbers(order or ""))
-    # Each axis in three: before, inside of and after the part along which devices work together.
+    # Each axis in three: before, inside and after the part along which devices work together.
     parts = {name: (1, 1, size) for name, size in sizes.items()}
     for name, before, size in _PART_OF_AXIS.findall(axes):
         inside = int(size) if size else sizes[name]
@@ -273,7 +273,7 @@ def _groups_of_axes(mesh: str, order: str | None, axes: str) -> tuple[tuple[int,
 
 
 def _axes(groups: tuple[tuple[int, ...], ...], mesh: Any) -> tuple[str, ...]:
-    """Mesh axes along which the devices of some group differ."""
+    """Returns mesh axes along which the devices of some group differ."""
     sizes = tuple(mesh.shape.values())
     differ = np.zeros(len(sizes), bool)
     for group in groups:

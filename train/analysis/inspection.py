@@ -22,7 +22,7 @@ UNSEEN_SEED = 2**31
 
 
 def figures(inside: Inside) -> dict[str, Figure]:
-    """All pictures of the first sequence, by file name; those of states where there are any."""
+    """Draws all pictures of the first sequence, by file name; of states only if there are any."""
     pictures = {"attention.png": attention_maps(inside)}
     if inside.states is not None:
         pictures["patterns.png"] = patterns(inside)
@@ -32,10 +32,10 @@ def figures(inside: Inside) -> dict[str, Figure]:
 
 
 def patterns(inside: Inside) -> Figure:
-    """The dot products of the first sequence's states, by head and layer (TAPE, figure 4).
+    """Draws dot products of the first sequence's states, by head and layer (TAPE, figure 4).
 
-    Entry (i, j) is ``<e_i, e_j>`` over the mean ``|e|^2`` of the start, which for RoPE is the mean
-    of the cosines of all frequencies at distance ``i - j``. The first column is the start: what
+    Entry (i, j) is ``<e_i, e_j>`` over the mean ``|e|^2`` of the start. For RoPE that is the mean
+    of the cosines of all frequencies at distance ``i - j``. The first column is the start, which
     RoPE has in all layers.
     """
     e = inside.flat_states[:, 0].transpose(0, 2, 1, 3)
@@ -55,7 +55,7 @@ def patterns(inside: Inside) -> Figure:
 
 
 def attention_maps(inside: Inside) -> Figure:
-    """Attention probabilities of the first sequence, by head and layer, colours by square root."""
+    """Draws the first sequence's attention probabilities by head and layer, as square roots."""
     maps = np.sqrt(inside.maps[:, 0].transpose(0, 2, 1, 3))
     names = [f"layer {i + 1}" for i in range(len(maps))]
     figure = _panels(
@@ -157,9 +157,9 @@ def token_moves(inside: Inside) -> Figure:
 
 
 def movers(inside: Inside, most: int = 10) -> str:
-    """A table of the tokens whose states all layers together move most, on average.
+    """Returns a table of the tokens whose states all layers together move most, on average.
 
-    Tokens that occur once only are left out where others occur more often.
+    Tokens that occur once are left out if others occur more often.
     """
     total = inside.moves.sum(axis=0).mean(-1)
     by_label: dict[str, list[float]] = {}
@@ -173,22 +173,22 @@ def movers(inside: Inside, most: int = 10) -> str:
 
 
 def _spread(count: int) -> list[int]:
-    """All indices, or ``MOST_PANELS`` evenly chosen ones, the first and the last among them."""
+    """Returns all indices, or ``MOST_PANELS`` evenly spaced ones with the first and the last."""
     return sorted({int(i) for i in np.linspace(0, count - 1, min(count, MOST_PANELS)).round()})
 
 
 def examples(experiment: Experiment, count: int) -> Batch:
-    """Examples of the task, drawn with a seed of their own."""
+    """Draws examples of the task with a separate seed."""
     return next(iter(experiment.task.dataset((experiment.seed + UNSEEN_SEED) % 2**32, count)))
 
 
 def prompted(experiment: Experiment, prompt: str) -> np.ndarray:
-    """The tokens [1, T] of a prompt."""
+    """Returns the tokens [1, T] of a prompt."""
     tokens = np.asarray(experiment.task.encode(prompt))
     require(len(tokens) >= 2, f"inspect: --prompt must have at least 2 tokens; got {prompt!r}")
     return tokens[None]
 
 
 def printable(text: str) -> str:
-    """A token's text as a label that shows spaces and line ends."""
+    """Returns a token's text as a label that shows spaces and line ends."""
     return text.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\t", "\u2192") or "\u2205"

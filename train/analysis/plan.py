@@ -1,8 +1,8 @@
 """The memory, time and traffic of a training step on a machine that is not here, mesh by mesh.
 
-The step that training runs is compiled ahead of time. Memory and collectives are the compiler's;
-operations are those of :func:`train.training.flops.model_flops`; times are what they would take at
-the rates of the chips' data sheets, so no step can be faster. The step itself has not run.
+The step that training runs is compiled ahead of time, and not run. Memory and collectives are the
+compiler's; operations are those of :func:`train.training.flops.model_flops`. Times assume the rates
+of the chips' data sheets, so no step can be faster.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from train.training import runs
 from train.training.flops import step_flops
 from train.training.step import TrainState, init_state, make_optimizer, make_step
 
-# A part of the memory that the runtime keeps for itself.
+# The share of memory that the runtime keeps for itself.
 RESERVED = 0.08
 # What takes time, as in :attr:`Plan.times`.
 PARTS = ("compute", "memory", "links", "network")
@@ -39,10 +39,10 @@ class Traffic:
     """The traffic of one device in a training step by one kind of collective.
 
     Attributes:
-      kind: of collective.
-      axes: of the mesh, over which it goes.
+      kind: the collective's.
+      axes: mesh axes over which it goes.
       count: how often.
-      bytes: sent, in all.
+      bytes: sent in all.
       hosts: whether it goes from host to host (between GPUs).
     """
 
@@ -59,13 +59,13 @@ class Plan:
 
     Attributes:
       mesh: sizes of its axes.
-      machine: on which it would run.
-      error: why it cannot, or an empty string; then the other fields are empty.
+      machine: the machine on which it would run.
+      error: why it cannot run, with the later fields empty; or an empty string.
       memory: by kind.
       operations: of one device.
       traffic: by kind of collective and axes.
       tokens: of a batch.
-      seconds: that the compiler took.
+      seconds: compile time.
     """
 
     mesh: dict[str, int]
@@ -89,11 +89,11 @@ class Plan:
 
     @property
     def times(self) -> dict[str, float]:
-        """The least that computing, moving data to and from memory, and sending take."""
+        """The least times of computing, moving data to and from memory, and sending."""
         chip = self.machine.chip
         seconds = (
             self.operations / chip.operations,
-            # Whatever is there is written once and read once.
+            # Everything there is written once and read once.
             2 * self.total / chip.bandwidth,
             sum(t.bytes for t in self.traffic if not t.hosts) / chip.link,
             sum(t.bytes for t in self.traffic if t.hosts) / chip.network,
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def slowest(self) -> float:
-        """The seconds of a step if nothing overlaps, at full rates all the same."""
+        """The seconds of a step if nothing overlaps, still at full rates."""
         return sum(self.times.values())
 
     @property
@@ -118,10 +118,10 @@ class Plan:
 
 
 def meshes(devices: int, together: int) -> Iterator[ShardingConfig]:
-    """Meshes worth trying.
+    """Yields meshes worth trying.
 
     Args:
-      devices: number of all.
+      devices: number of devices.
       together: how many of them fast links join.
     """
     seen = set()
@@ -140,7 +140,7 @@ def meshes(devices: int, together: int) -> Iterator[ShardingConfig]:
 
 
 def plan(experiment: Experiment, machine: Machine, mesh: ShardingConfig) -> Plan:
-    """Compiles a step of ``experiment`` on one mesh; whatever does not fit is in the result."""
+    """Compiles a step of ``experiment`` on one mesh; the result says what does not fit."""
     devices = machine.devices
     try:
         sizes = dict(zip(MESH_AXES, mesh.mesh_shape(len(devices)), strict=True))
@@ -179,7 +179,7 @@ def plan(experiment: Experiment, machine: Machine, mesh: ShardingConfig) -> Plan
 
 
 def size_on_device(tree: Any) -> int:
-    """Bytes of arrays, or of ShapeDtypeStructs with shardings, on one device."""
+    """Returns the bytes of arrays, or ShapeDtypeStructs with shardings, on one device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
@@ -204,7 +204,7 @@ def traffic(found: Sequence[Collective], devices: Sequence[Any]) -> tuple[Traffi
 
 
 def best(plans: Sequence[Plan]) -> Plan | None:
-    """The mesh that fits and might be fastest; if two tie, the one that takes less memory."""
+    """Returns the plan that fits and might be fastest; if two tie, the one with less memory."""
     fitting = [p for p in plans if p.fits]
     return min(fitting, key=lambda p: (p.slowest, p.total), default=None)
 
@@ -268,7 +268,7 @@ def joined(machine: Machine) -> int:
 def plans(
     experiment: Experiment, machine: Machine, chosen: Sequence[ShardingConfig] = ()
 ) -> Iterator[Plan]:
-    """A plan for each mesh; without ``chosen`` for all that are worth trying."""
+    """Yields a plan for each mesh; without ``chosen``, for all worth trying."""
     for mesh in chosen or meshes(len(machine.devices), joined(machine)):
         yield plan(experiment, machine, mesh)
 
@@ -276,7 +276,7 @@ def plans(
 def abstract_step(
     experiment: Experiment, sharding: Sharding
 ) -> tuple[Any, tuple[TrainState, Any, Any]]:
-    """The step of an experiment on a mesh, and its arguments without values.
+    """Returns an experiment's step on a mesh, and its arguments without values.
 
     Returns:
       The jitted step, and (state, batch, frozen) of ``jax.ShapeDtypeStruct``.

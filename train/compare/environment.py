@@ -13,7 +13,7 @@ import jax
 
 CPUINFO = Path("/proc/cpuinfo")
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# Widest first: XLA compiles for the widest that a CPU has, and sums round by it.
+# Widest first: XLA compiles for a CPU's widest, and the width changes how sums round.
 VECTORS = ("avx512f", "avx2", "avx", "asimd")
 
 
@@ -30,7 +30,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Returns the processor's name and its widest vectors, as far as the system tells."""
+    """Returns the processor's name and its widest vectors, as far as the system says."""
     try:
         told = CPUINFO.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Evaluations of runs, and the files that they leave in the run folder."""
+"""Evaluates runs, and writes the results into their run folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from train.training import runs
 from train.training.metrics import Progress
 
 FORMAT = "tape-jax evaluation, version 1"
-# What an evaluation that was stopped had computed.
+# The results so far of a stopped evaluation.
 PARTIAL, PARTIAL_FORMAT = "evaluation.partial.jsonl", "tape-jax part of an evaluation, version 1"
 
 
@@ -33,17 +33,18 @@ def evaluate(
 ) -> Result:
     """Evaluates a run and writes the result into its folder.
 
-    What it has computed is in :data:`PARTIAL` there until it is done, so that an evaluation of the
-    same checkpoint that was stopped goes on.
+    Until it is done, its results so far are in :data:`PARTIAL` there, so that a stopped evaluation
+    of the same checkpoint can continue.
 
     Args:
-      folder: of the run.
+      folder: the run folder.
       options: an instance of the task's ``Evaluation``.
-      mesh: on which; None: the run's own, if the devices here fit it, else the first of them.
-      fresh: forget what an evaluation that was stopped had computed.
+      mesh: the mesh to use; None: the run's own, if the devices here fit it, else the first of
+        them.
+      fresh: whether to discard the results of a stopped evaluation.
 
     Raises:
-      ValueError: if the folder is not a run, a file there is not of this program or damaged, the
+      ValueError: if the folder is not a run, a file there is damaged or not of this program, the
         devices do not fit ``mesh``, or a pass does not fit into the memory.
     """
     path = folder / "evaluation.json"
@@ -99,10 +100,10 @@ def _write(folder: Path, trained: runs.TrainedRun, options: Any, result: Result,
 def evaluate_untrained(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> Result:
     """Evaluates a run with its position encoding as before training, and writes nothing.
 
-    TAPE's states then stay at their start: its updates are cut off.
+    TAPE's updates are cut off, so its states stay at their start.
 
     Args:
-      folder: of the run.
+      folder: the run folder.
       options: an instance of the task's ``Evaluation``.
       mesh: as for :func:`evaluate`.
 
@@ -121,13 +122,13 @@ def evaluate_untrained(folder: Path, options: Any, mesh: ShardingConfig | None =
 def evaluate_suite(
     folder: Path, options: SuiteOptions, mesh: ShardingConfig | None = None, *, fresh: bool = False
 ) -> SuiteResult:
-    """Asks a run a suite and writes what comes out into its folder, ``evaluation_SUITE.*``.
+    """Evaluates a run on a suite and writes the results into its folder, ``evaluation_SUITE.*``.
 
     Args:
-      folder: of the run.
-      options: what is asked.
+      folder: the run folder.
+      options: the suite and its options.
       mesh: as for :func:`evaluate`.
-      fresh: forget the answers of an earlier evaluation.
+      fresh: whether to discard the answers of an earlier evaluation.
 
     Raises:
       ValueError: as :func:`train.suites.evaluation.evaluate` does, if the run's task has no
@@ -160,7 +161,7 @@ def evaluate_suite(
 
 
 def options_to_json(options: Any) -> dict[str, Any]:
-    """The options of an evaluation as they come back from a file."""
+    """Returns an evaluation's options as they are read back from a file."""
     return json.loads(json.dumps(dataclasses.asdict(options)))
 
 
@@ -171,7 +172,7 @@ def saved(folder: Path) -> dict[str, Any] | None:
 
 
 def _format(path: Path) -> Any:
-    """The format that a file says it has; None if it says none."""
+    """Returns the format that a file names, or None."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,6 @@
 """The trainings of a comparison: what is compared, and which run each rival gets.
 
-Steps, data and seeds are equal. Each training has a run of its own inside the folder of the
-comparison.
+All have equal steps, data and seeds. Each has its own run inside the comparison's folder.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class Choice:
 
     Attributes:
       what: the kind in words.
-      known: by name the ``--config.a.b=value`` options that make it.
-      parts: of a name the known ones that it joins; ValueError if it joins another.
-      combined: the field of the config that takes such a name, if any. Fields beside it can then
+      known: the ``--config.a.b=value`` options that make each name.
+      parts: returns the known names that a name joins; ValueError if it joins another.
+      combined: the config field that takes a joined name, if any. Fields beside it can then
         follow a name: ``rope+fox:bias=5.0``.
-      beside: further options of a name that joins several.
+      beside: further options for a name that joins several.
     """
 
     what: str
@@ -50,7 +49,7 @@ class Choice:
     beside: Sequence[str] = ()
 
     def overrides(self, name: str) -> Sequence[str]:
-        """The ``--config.a.b=value`` options that make a name; ValueError for an unknown one."""
+        """Returns the ``--config.a.b=value`` options of a name; ValueError for an unknown one."""
         if self.combined and ":" in name:
             name, *options = name.split(":")
             for option in options:
@@ -68,7 +67,7 @@ class Choice:
 
     @classmethod
     def of_field(cls, what: str, field: str, values: Iterable[str], **options: Any) -> Choice:
-        """The choice among values of one field of the config."""
+        """Makes a choice among values of one config field."""
         return cls(what, {value: (f"--config.{field}={value}",) for value in values}, **options)
 
 
@@ -94,11 +93,11 @@ class Job:
     """One training of the comparison.
 
     Attributes:
-      name: of the encoding, method or variant.
-      setting: of the sweep.
-      folder: the run's.
+      name: the encoding, method or variant.
+      setting: its setting in the sweep.
+      folder: the run folder.
       experiment: what is trained there.
-      command: arguments of ``train`` that do it from the start.
+      command: arguments of ``train`` that train it from the start.
     """
 
     name: str
@@ -143,18 +142,18 @@ def plan(
     settings: Sequence[Setting] = (Setting(),),
     report: Callable[[str], None] = print,
 ) -> list[Job]:
-    """The trainings of a comparison, checked before anything is written.
+    """Returns the trainings of a comparison, checked before anything is written.
 
-    Each name is trained with every one of the settings.
+    Each name is trained with every setting.
 
     Raises:
-      ValueError: for a name that is unknown or given twice, a config that does not fit, what the
-        task cannot be asked for, or a folder in the way of a run, also a run of another experiment.
+      ValueError: for a name that is unknown or given twice, a config that does not fit, a request
+        that the task cannot meet, or a folder in the way of a run, also another experiment's run.
     """
     require(seeds >= 1, f"compare: --seeds must be at least 1; got {seeds}")
     chosen = {name: choice.overrides(name) for name in names}
     require(len(set(names)) == len(names), f"compare: {choice.what} given twice: {names}")
-    report = functools.cache(report)  # Seeds and settings have the same to say.
+    report = functools.cache(report)  # Seeds and settings report the same.
     first_seed = experiment.from_file(config, overrides, report=lambda _: None).seed
     jobs, prepared = [], []
     seeds_of_each = range(first_seed, first_seed + seeds)
@@ -188,7 +187,7 @@ def plan(
 
 
 def folder_name(name: str) -> str:
-    """The name of a rival as that of a folder: unusual characters are written as in a URL.
+    """Makes a rival's name a folder name: unusual characters are written as in a URL.
 
     >>> folder_name("rope/none:base=1e4")
     'rope%2Fnone-base=1e4'
@@ -197,7 +196,7 @@ def folder_name(name: str) -> str:
 
 
 def claim(folder: Path, jobs: Sequence[Job]) -> None:
-    """Makes the folder of a comparison, or makes sure that it is one.
+    """Creates the folder of a comparison, or checks that it is one.
 
     Raises:
       ValueError: if the folder exists, is not empty and is not a comparison.
@@ -220,10 +219,10 @@ def record(
     """Returns the record of a job that has ended.
 
     Args:
-      job: which has been evaluated, unless it diverged.
+      job: the job, which has been evaluated unless it diverged.
       ask: whether the record has samples.
       suite: scores of a suite.
-      diverged: whether its training diverged, so that it has losses and facts only.
+      diverged: whether its training diverged; it then has only losses and facts.
     """
     result = None
     if not diverged:
@@ -231,7 +230,7 @@ def record(
         assert evaluated is not None
         result = job.experiment.task.read_result(evaluated["result"])
     lines = metrics.read(job.folder / "metrics.jsonl")
-    # A line of skipped steps alone has neither.
+    # A line of only skipped steps has neither.
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     parameters, trained = runs.count_parameters(job.experiment)

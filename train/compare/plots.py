@@ -100,7 +100,7 @@ def heat_map(panel: Axes, name: str, grid: Grid) -> AxesImage:
 def trained_frame(
     corner: tuple[float, float], width: float, height: float, label: str = ""
 ) -> Rectangle:
-    """The outline of the trained range, visible on every colour."""
+    """Returns the outline of the trained range, visible on every colour."""
     return Rectangle(
         corner,
         width,
@@ -115,19 +115,19 @@ def trained_frame(
 
 
 def _dots(columns: np.ndarray | list, rows: np.ndarray | list, label: str = "") -> Line2D:
-    """The mark of cells whose questions are shared with training."""
+    """Marks cells whose questions are shared with training."""
     return Line2D(columns, rows, label=label, color="black", marker="o", markersize=2, linestyle="")
 
 
 def loss_curves(runs: Mapping[str, Sequence[Curve]]) -> Figure:
-    """The training losses of several models, with a logarithmic loss axis.
+    """Draws the training losses of several models on a logarithmic axis.
 
     Args:
-      runs: for each name the steps and losses of each seed, the losses in nats for each token that
-        counts. The seeds of one name share its colour.
+      runs: steps and losses of each seed, by name; losses in nats for each token that counts. The
+        seeds of one name share its colour.
 
     Raises:
-      ValueError: no runs, or steps and losses of different number.
+      ValueError: no runs, or unequal numbers of steps and losses.
     """
     require(len(runs) > 0, "no runs to draw")
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
@@ -159,9 +159,9 @@ class Series(NamedTuple):
     """One line of a figure.
 
     Attributes:
-      x: ascending.
-      y: as many.
-      spread: of y, above and below; NaN where it is unknown.
+      x: ascending values.
+      y: as many values.
+      spread: of y, above and below; NaN if it is unknown.
     """
 
     x: Sequence[float]
@@ -181,7 +181,7 @@ def line_panels(
     """Draws lines with bands for their spread, in panels side by side with common axes.
 
     Args:
-      panels: for each heading the lines by name. A name has the same colour in all panels.
+      panels: lines by heading and name. A name has the same colour in all panels.
       title, x_label, y_label: what is shown, with units.
       trained: the trained length, which is marked on the x axis.
       log: whether both axes are logarithmic; the x axis then has base 2 and the values as ticks.
@@ -200,7 +200,7 @@ def line_panels(
                 f"line {name!r} has {len(x)} x, {len(y)} y and {len(spread)} spreads",
             )
             number = names.index(name)
-            # What is not finite is left out: an axis could not reach it.
+            # Values that are not finite are left out: an axis could not reach them.
             middle = np.where(np.isfinite(y), y, np.nan)
             low, high = middle - spread, middle + spread
             panel.fill_between(x, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
@@ -244,9 +244,9 @@ def length_curves(grids: Mapping[str, Mapping[str, Grid]], *, title: str, y_labe
     """Draws accuracy by length, with bands of one standard error.
 
     Args:
-      grids: for each heading of a panel, grids with one row by the name of their line.
-      title: of the figure.
-      y_label: what the share is of, with the unit: per cent.
+      grids: grids with one row, by panel heading and line name.
+      title: the figure's.
+      y_label: names what the share counts, and the unit, per cent.
 
     Raises:
       ValueError: no grids, or grids of different questions in one panel.
@@ -283,7 +283,7 @@ def _length_panels(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a figure as a PNG, all at once.
+    """Writes a figure as a PNG, atomically.
 
     Raises:
       ValueError: ``path`` exists and was not written here.

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, side by side."""
+"""Runs trainings in separate processes, side by side."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from train.training import metrics
 from train.training.signals import NON_FINITE_EXIT_CODE, Signals, Stopped
 
 SECONDS_BETWEEN_LOOKS = 0.5
-# What a training does when it is done.
+# What ``train`` does after training.
 EVALUATE, VALIDATE = ("--evaluate",), ("--validate",)
-# Exit codes of trainings that went on to the end, or until they diverged.
+# Exit codes of trainings that reached the end or diverged.
 CONVERGED_OR_NOT = (0, NON_FINITE_EXIT_CODE)
 SAVING = "the trainings save; again to abandon their steps since the last checkpoints"
 
 
 # What one of the processes may use: cores, and a GPU, as CUDA_VISIBLE_DEVICES names it, if any.
 Share = tuple[list[int], str | None]
-# What runs by jobs: the process, and what it may use.
+# Running jobs, with their processes and what these may use.
 Running = dict[Job, tuple[subprocess.Popen, Share]]
 
 
@@ -46,7 +46,7 @@ class Ended(NamedTuple):
     Attributes:
       job: what was trained.
       code: the exit code of its process.
-      seconds: of processor time that the process took.
+      seconds: processor time that the process took.
     """
 
     job: Job
@@ -63,20 +63,20 @@ def train_all(
     finished: Callable[[Ended], None] = lambda ended: None,
     accepted: Container[int] = (0,),
 ) -> None:
-    """Trains in processes of their own, ``side_by_side`` at a time, and evaluates.
+    """Trains and evaluates in separate processes, ``side_by_side`` at a time.
 
     Args:
-      jobs: what is to be trained; runs that were begun are continued.
+      jobs: what to train; runs that have begun are continued.
       side_by_side: number of processes; on a TPU they follow one another.
-      same_share: whether each has its share of the cores also where fewer are left to run. With
-        more of them a training rounds otherwise.
-      ends: options of ``train`` that say what follows it: the test, or the validation of a sweep.
-      finished: called whenever one has ended in an accepted way.
-      accepted: exit codes; any other is a failure, which stops the rest.
+      same_share: whether each keeps its share of the cores if fewer are left to run. With more
+        cores a training rounds differently.
+      ends: options of ``train`` for what follows it: the test, or the validation of a sweep.
+      finished: called whenever a training ends with an accepted exit code.
+      accepted: accepted exit codes; any other is a failure, which stops the rest.
 
     Raises:
-      Stopped: if a training fails, or on SIGINT, SIGTERM or SIGHUP, after all have saved; after a
-        second SIGINT they end without. Whatever else is raised, they have saved and ended before.
+      Stopped: if a training fails, or on SIGINT, SIGTERM or SIGHUP, after all have saved; a second
+        SIGINT ends them without saving. Before any other exception they have saved and ended.
     """
     if on_tpu():
         side_by_side = 1
@@ -124,13 +124,13 @@ def train_all(
 
 
 def train_missing(jobs: Sequence[Job], side_by_side: int, ends: Sequence[str]) -> set[Job]:
-    """Trains those that are not finished, and says how many are.
+    """Trains the jobs that are not finished, and prints how many are.
 
     Args:
       jobs, side_by_side, ends: as for :func:`train_all`.
 
     Returns:
-      Those that diverged. They are continued, and diverge again, when this is called again.
+      The jobs that diverged. Another call continues them, and they diverge again.
 
     Raises:
       Stopped: as :func:`train_all` does; one that diverges does not stop the rest.
@@ -152,7 +152,7 @@ def train_missing(jobs: Sequence[Job], side_by_side: int, ends: Sequence[str]) -
 
 
 def _distinct_first(jobs: Sequence[Job]) -> list[Job]:
-    """Puts a job of each name and setting first: what these compile, the other seeds find."""
+    """Puts a job of each name and setting first; the other seeds reuse what these compile."""
     first: dict[Any, Job] = {}
     for job in jobs:
         first.setdefault((job.name, job.setting), job)
@@ -161,7 +161,7 @@ def _distinct_first(jobs: Sequence[Job]) -> list[Job]:
 
 @contextlib.contextmanager
 def _ending(running: Running) -> Iterator[None]:
-    """Leaves nothing running where an exception leaves the block."""
+    """Leaves nothing running if an exception leaves the block."""
     try:
         yield
     except KeyboardInterrupt:
@@ -199,7 +199,7 @@ def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
 def _start(job: Job, cores: list[int], *, gpu: str | None, ends: Sequence[str]) -> subprocess.Popen:
     """Starts a training on the given cores, in a session of its own.
 
-    If it is not split over devices, and there is a GPU, it sees the given one alone.
+    If it is not split over devices, and there is a GPU, it sees only the given one.
     """
     arguments = [*ends, *(["--resume"] if job.folder.exists() else [])]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
@@ -229,7 +229,7 @@ def _start(job: Job, cores: list[int], *, gpu: str | None, ends: Sequence[str]) 
 
 
 def shares(count: int) -> list[list[int]]:
-    """The cores that this process may use, divided among ``count`` processes."""
+    """Divides the cores that this process may use among ``count`` processes."""
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
     else:
@@ -240,15 +240,15 @@ def shares(count: int) -> list[list[int]]:
 
 
 def on_tpu() -> bool:
-    """Whether jax is to run on a TPU; said without taking it, for it serves one process only."""
+    """Returns whether jax will run on a TPU, without taking it: it serves only one process."""
     return "tpu" in (jax.config.values["jax_platforms"] or "").split(",")
 
 
 def gpus() -> list[str]:
-    """NVIDIA's GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Returns the NVIDIA GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
-        # For CUDA the list ends at the first name that is none.
+        # For CUDA the list ends at the first invalid name.
         return [*itertools.takewhile(lambda name: name not in ("", "-1"), given.split(","))]
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
@@ -260,9 +260,9 @@ def gpus() -> list[str]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[Job], None]]:
-    """A function that shows how far a job is, one bar for each that has begun.
+    """Yields a function that shows how far a job is, with one bar for each begun job.
 
-    The log of a training ends with how far its evaluation is.
+    A training's log ends with how far its evaluation is.
     """
 
     def lines_of(job: Job) -> list[dict[str, Any]]:
@@ -272,7 +272,7 @@ def _progress() -> Iterator[Callable[[Job], None]]:
 
     def show(job: Job) -> None:
         lines: list[dict[str, Any]] = []
-        # Damaged lines are cut where the run is continued.
+        # Damaged lines are cut when the run is continued.
         with contextlib.suppress(ValueError):
             lines = lines_of(job)
         if lines:
@@ -299,7 +299,7 @@ def _evaluating(job: Job) -> str:
 
 
 def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Setting]:
-    """Trains every setting, and chooses one for each name by validation; what diverges loses.
+    """Trains all settings, and chooses one for each name by validation; diverged ones lose.
 
     Raises:
       ValueError: before anything is trained, if the task has no validation apart from its test.

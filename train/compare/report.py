@@ -1,4 +1,4 @@
-"""The report that sets trained models side by side, and says who won."""
+"""Writes the report that compares trained models and says which won."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class RunRecord:
 
     Attributes:
       name: what is compared, such as the position encoding.
-      seed: of the run; name and seed together are unique in the report.
-      result: of its evaluation; None if the training diverged.
+      seed: the run's; name and seed together are unique in the report.
+      result: the evaluation's; None if the training diverged.
       steps: [S] training steps at which the loss was logged.
       losses: [S] cross entropy, in nats for each token that counts.
-      command: repeats the run.
+      command: the command that repeats the run.
       facts: more about the run, such as the number of its parameters; the same names in all runs.
       samples: lines that show what the trained model does.
-      suite: scores beside those of the result, by key, from 0 to 1.
+      suite: further scores, by key, from 0 to 1.
     """
 
     name: str
@@ -78,9 +78,9 @@ def write_report(
 
     Args:
       folder: created if it does not exist.
-      task: that the models were trained on.
-      runs: at least one; all of them were asked the same.
-      compared: what is said of their results (:func:`train.compare.tasks.compare`).
+      task: the task that the models were trained on.
+      runs: at least one; all were asked the same.
+      compared: what to say about their results (:func:`train.compare.tasks.compare`).
       ask: the command that asks one of them a question; None: they take none.
       environment: versions and hardware by name; None: those of this process.
 
@@ -137,12 +137,12 @@ def write_report(
 
 
 def sample_lines(runs: Sequence[RunRecord]) -> str:
-    """A list of what the runs did when they were asked."""
+    """Returns a list of all runs' samples."""
     return "\n".join(f"* {_label(run)}: {line}" for run in runs for line in run.samples)
 
 
 def by_name(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """The runs of each name, in their order."""
+    """Groups the runs by name, in their order."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         groups.setdefault(run.name, []).append(run)
@@ -157,7 +157,7 @@ def result_section(task: Task, runs: Sequence[RunRecord], compared: Comparison) 
 
 
 def score_table(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
-    """Mean and standard deviation over seeds of every score, by name."""
+    """Returns the mean and standard deviation over seeds of every score, by name."""
     groups = by_name(runs)
     columns = [s for s in scores if any(s.key in r.scores for r in runs)]
     rows = []
@@ -169,7 +169,7 @@ def score_table(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
 
 
 def fitting_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table no wider than a page: as it is, else turned by its diagonal, else in parts."""
+    """Returns a table no wider than a page: as it is, else transposed, else in parts."""
     turned = list(zip(header, *rows, strict=True))
     for head, body in ((header, rows), (turned[0], turned[1:])):
         if _width(table := text_table(head, body)) <= PAGE:
@@ -225,7 +225,7 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
 def _among_finite(score: Score, values: Mapping[str, Mapping[int, float]], rivals: int) -> str:
     """Compares the best mean with every other by the paired differences of equal seeds.
 
-    ``rivals`` counts those that are not finite too: whose run failed makes no other one better.
+    ``rivals`` also counts those that are not finite: a failed run makes no other rival better.
     """
     means = {name: mean([*found.values()]) for name, found in values.items()}
     ranking = sorted(means, key=lambda name: means[name], reverse=score.higher_is_better)
@@ -247,21 +247,21 @@ def _among_finite(score: Score, values: Mapping[str, Mapping[int, float]], rival
 
 
 def _adjusted(values: Mapping[str, Mapping[int, float]], size: int) -> dict[frozenset[str], float]:
-    """Returns the p-values of pairs that can be tested, of ``size``, as :data:`ADJUSTED` says."""
+    """Returns p-values of the testable pairs, out of ``size``, adjusted as in :data:`ADJUSTED`."""
     known = {}
     for first, second in itertools.combinations(values, 2):
         here, there = values[first], values[second]
         found = [here[seed] - there[seed] for seed in here.keys() & there.keys()]
-        # Nothing is told by a single seed, nor by numbers that are too large to be squared.
+        # A single seed tells nothing, nor do numbers that are too large to be squared.
         if len(found) > 1 and max(map(abs, found)) < 1e150:
             known[frozenset({first, second})] = estimate(found).p
     return holm(known, size)
 
 
 def by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:
-    """A score, as it is shown, of the runs of one name; seeds without it are left out.
+    """Returns one name's score by seed, as it is shown; seeds without it are left out.
 
-    Those that diverged in training have NaN.
+    Runs that diverged in training have NaN.
     """
     summaries = {
         run.seed: {score.key: math.nan} if run.result is None else run.scores for run in group
@@ -274,7 +274,7 @@ def _values(group: Sequence[RunRecord], score: Score) -> list[float]:
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    """The mean and, of several, their standard deviation; a dash of none."""
+    """Formats the mean and, for several, their standard deviation; a dash for none."""
     if not values:
         return "-"
     middle = mean(values)
@@ -294,6 +294,6 @@ def _label(run: RunRecord) -> str:
 
 
 def _facts(runs: Sequence[RunRecord]) -> str:
-    """The facts of all runs, a column for each run."""
+    """Returns a table of facts, a column for each run."""
     rows = [[fact, *(run.facts[fact] for run in runs)] for fact in runs[0].facts]
     return fitting_table(["", *map(_label, runs)], rows) if rows else ""

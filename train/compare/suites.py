@@ -1,4 +1,4 @@
-"""The part of a comparison about a suite that all its models were asked."""
+"""The part of a comparison on a suite that all models answered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.suites.results import SuiteResult
 from train.tasks import Score, Task
 from train.training import runs
 
-# How options of a suite are read from words.
+# Readers of a suite's options from text.
 _READ: dict[str, Callable[[str], Any]] = {
     "lengths": lambda text: tuple(sorted({int(n) for n in text.split(",")})),
     "tasks": lambda text: tuple(text.split(",")),
@@ -31,7 +31,7 @@ def parse(text: str) -> SuiteOptions:
     """Parses the options of a suite from text such as ``ruler:lengths=512,2048:form=short``.
 
     Raises:
-      ValueError: for an option that does not exist, or what one does not take.
+      ValueError: for an unknown option, or a value that it does not take.
     """
     name, *given = text.split(":")
     values: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def check(options: SuiteOptions, experiments: Sequence[Experiment]) -> None:
 
 
 def summary(result: SuiteResult) -> dict[str, float]:
-    """The mean over tasks at each length, from 0 to 1."""
+    """Returns the mean over tasks at each length, from 0 to 1."""
     return {_key(result, length): result.mean(length) for length in result.lengths}
 
 
@@ -78,7 +78,7 @@ def scores(result: SuiteResult) -> list[Score]:
 
 
 def section(results: Mapping[str, Sequence[SuiteResult]]) -> str:
-    """Returns per cent by task and length, with standard deviations over several seeds.
+    """Returns a table of per cent by task and length, with standard deviations over seeds.
 
     Args:
       results: by name, one for each seed, all of the same questions.
@@ -104,12 +104,12 @@ def section(results: Mapping[str, Sequence[SuiteResult]]) -> str:
 def added(
     compared: Comparison, task: Task, names: Sequence[str], results: Sequence[SuiteResult]
 ) -> Comparison:
-    """Returns a comparison to which the scores of a suite are added.
+    """Returns a comparison with the scores of a suite added.
 
     Args:
-      compared: without it.
-      task: on which they were trained.
-      names: of the models, one for each result.
+      compared: the comparison without them.
+      task: the models' task.
+      names: the models' names, one for each result.
       results: all of the same questions.
     """
     groups: dict[str, list[SuiteResult]] = {}

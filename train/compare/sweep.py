@@ -1,8 +1,8 @@
 """Settings of an experiment: the product of swept fields, the variants of a config, the best one.
 
-A rival that was not tuned is easily beaten. A sweep trains every rival with every setting, in a run
-folder each, and chooses the setting of each by a validation of its own: by questions that are drawn
-anew, apart from those of the test that is reported.
+A rival that was not tuned is easily beaten. A sweep trains every rival with every setting, in its
+own run folder, and chooses each rival's setting by a separate validation: by newly drawn questions,
+apart from those of the reported test.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Setting(NamedTuple):
     """Options that belong together.
 
     Attributes:
-      name: short, and fit for a folder; empty where nothing is set.
-      overrides: ``--config.a.b=value`` each.
+      name: short, and fit for a folder; empty if nothing is set.
+      overrides: options such as ``--config.a.b=value``.
     """
 
     name: str = ""
     overrides: tuple[str, ...] = ()
 
     def folder(self, name: str) -> str:
-        """The name of the run folder for this setting of ``name``."""
+        """Returns the name of the run folder for this setting of ``name``."""
         return f"{name}-{self.name}" if self.name else name
 
 
@@ -62,10 +62,10 @@ class Sweep(NamedTuple):
 
 
 def parse(text: str) -> Sweep:
-    """A sweep such as ``"train.learning_rate=1e-4,3e-4"``.
+    """Parses a sweep such as ``"train.learning_rate=1e-4,3e-4"``.
 
     Commas inside brackets and quotes belong to a value: ``"model.position.layers=(0,1),(1,2)"``.
-    Whether there is such a field is found out when the experiment is made.
+    Making the experiment checks that the field exists.
 
     Raises:
       ValueError: not of this form, or a value that is missing or given twice.
@@ -84,7 +84,7 @@ def parse(text: str) -> Sweep:
 
 
 def split(text: str) -> list[str]:
-    """The parts of a text between those commas that stand in no brackets and no quotes."""
+    """Splits a text at the commas outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -102,12 +102,12 @@ def split(text: str) -> list[str]:
 
 
 def settings(sweeps: Sequence[str]) -> list[Setting]:
-    """Every combination of the values of several sweeps; without any, the one empty setting.
+    """Returns every combination of the values of several sweeps; without any, one empty setting.
 
-    Names have the last component of a field, or all of it where two would be alike.
+    Names have the last component of a field, or all of it if two would be alike.
 
     Raises:
-      ValueError: a sweep that is none (:func:`parse`), a field that is swept twice, or values that
+      ValueError: an invalid sweep (:func:`parse`), a field that is swept twice, or values that
         give the same folder name.
     """
     parsed = [parse(text) for text in sweeps]
@@ -129,11 +129,11 @@ def settings(sweeps: Sequence[str]) -> list[Setting]:
 
 
 def variants(config: str | Path, names: Sequence[str] | None = None) -> list[Setting]:
-    """The named variants of a config file: its mapping ``VARIANTS`` from names to fields.
+    """Returns the variants of a config file: its mapping ``VARIANTS`` from names to fields.
 
     Args:
       config: a Python file with ``VARIANTS: dict[str, dict[str, Any]]``, values by field.
-      names: of those that are wanted; None: all.
+      names: the wanted ones; None: all.
 
     Raises:
       ValueError: a file without variants, or an unknown name.
@@ -152,7 +152,7 @@ def variants(config: str | Path, names: Sequence[str] | None = None) -> list[Set
 
 
 def validation_options(task: Task, options: Any) -> Any:
-    """Options under which ``task`` asks other questions than under ``options``.
+    """Returns options with which ``task`` asks other questions than with ``options``.
 
     Raises:
       ValueError: the task cannot do so (it has no method ``validation``).
@@ -176,13 +176,13 @@ def check(experiment: Experiment) -> None:
 
 
 def validate(folder: Path, progress: Progress | None = None) -> Result:
-    """Validates a finished run, or reads back what came out before.
+    """Validates a finished run, or reads back its earlier result.
 
     The result is written into the run folder as ``validation.json``.
 
     Raises:
-      ValueError: if the folder is no run, its training is not finished, its task has no validation,
-        or a file in the way was not written here.
+      ValueError: if the folder is not a run, its training is not finished, its task has no
+        validation, or a file in the way was not written here.
     """
     experiment = runs.load(folder)
     task, options = experiment.task, validation_options(experiment.task, experiment.evaluation)
@@ -222,14 +222,14 @@ def _saved(path: Path) -> dict[str, Any] | None:
 
 
 def best(task: Task, results: Mapping[Setting, Sequence[Result]]) -> Setting:
-    """The setting with the best mean rank over all validation scores; the first one breaks ties.
+    """Returns the setting with the best mean rank over all validation scores.
 
-    By one score alone, chance would often choose: beyond the trained length all settings may be
-    close to zero.
+    The first score breaks ties. With only one score, chance would often choose: beyond the trained
+    length all settings may be close to zero.
 
     Args:
-      task: whose ``scores`` count.
-      results: of the validation, for each setting one for each seed; none if it diverged.
+      task: the task whose ``scores`` count.
+      results: validation results by setting, one for each seed; none if it diverged.
 
     Raises:
       ValueError: no results.
@@ -242,7 +242,7 @@ def best(task: Task, results: Mapping[Setting, Sequence[Result]]) -> Setting:
 
 
 def _standing(score: Score, results: Sequence[Result]) -> float:
-    """The mean score, the higher the better; minus infinity where it is missing or not finite."""
+    """Returns the mean score, higher is better; minus infinity if it is missing or not finite."""
     values = [result.summary().get(score.key, math.nan) for result in results]
     found = mean(values) if values else math.nan
     if not math.isfinite(found):
@@ -251,11 +251,11 @@ def _standing(score: Score, results: Sequence[Result]) -> float:
 
 
 def table(task: Task, results: Mapping[str, Mapping[Setting, Sequence[Result]]]) -> str:
-    """The validation scores of all settings, a row each, with a mark at the chosen ones.
+    """Returns a table of all settings' validation scores, a row each, with the chosen ones marked.
 
     Args:
-      task: whose scores they are.
-      results: of the validation, for each name that is compared (see :func:`best`).
+      task: the task of the scores.
+      results: validation results for each compared name (see :func:`best`).
     """
 
     def cell(score: Score, group: Sequence[Result]) -> str:

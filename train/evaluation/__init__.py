@@ -9,7 +9,7 @@ import numpy as np
 
 from tape_jax import Transformer
 
-# Called with the numbers of items done and of items to be done.
+# Called with the number of items done and the total number.
 Progress = Callable[[int, int], None]
 
 
@@ -22,8 +22,8 @@ class Trained(Protocol):
       apply: ``apply(variables, tokens [B, T], length=[B]) -> logits [B, T, V]``.
       max_length: the longest sequence, in tokens, that the model accepts; None: any.
 
-    Those that are evaluated by a command also have ``programs``, a
-    :class:`train.evaluation.programs.Programs` that plans, keeps and times what is computed.
+    Models that a command evaluates also have ``programs``, a
+    :class:`train.evaluation.programs.Programs` that plans, keeps and times the computation.
     """
 
     @property
@@ -45,10 +45,10 @@ def fits(tokens: int, limit: int | None) -> bool:
 
 
 def few_widths(lengths: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
-    """At most ``count`` lengths to compile for, ascending: each next holds as many rows more."""
+    """At most ``count`` lengths to compile for, ascending; each adds equally many rows."""
     return np.unique(np.quantile(lengths, np.arange(1, count + 1) / count, method="higher"))
 
 
 def part_of(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Reports a part of some work, ``before`` of whose ``total`` items are done already."""
+    """Reports progress on a part of ``total`` items, of which ``before`` are already done."""
     return progress and (lambda done, _: progress(before + done, total))

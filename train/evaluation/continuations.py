@@ -1,4 +1,4 @@
-"""Greedy continuations of many prompts: batches of like length, each length compiled once."""
+"""Greedy continuations of many prompts: batches of similar length, each length compiled once."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from train.checks import require
 from train.evaluation import Progress, few_widths
 from train.evaluation.programs import Programs, Speed
 
-# Tokens that are written before anybody asks whether they suffice: the largest of these numbers
-# that leaves no rest, for which another program would be compiled.
+# Tokens that are written before a check whether they suffice: the largest of these numbers that
+# leaves no remainder, which would need another compiled program.
 BLOCKS = range(8, 17)
 
 
 @dataclasses.dataclass
 class Continuer:
-    """Continues prompts with one model; the programs, one for each shape, are kept.
+    """Continues prompts with one model and keeps the programs, one for each shape.
 
     Attributes:
-      model, variables: of the model, whose sharding, if it has one, splits batches too.
+      model, variables: of the model; its sharding, if any, also splits batches.
       pad: the token of padding.
       stop: the token that ends a continuation, and is left out; None: there is none.
       batch_size: prompts that are continued at once.
       chunk: tokens of the prompts that are run at a time; None: all.
-      enough: told the continuations of a batch so far, [B, n], it says whether they suffice; None:
-        all go on to a stop, or to the end.
-      speed: what it took so far.
-      programs: that it has compiled, and the continuations that are kept, if any are; those that
-        ``enough`` ends are not.
+      enough: takes the continuations of a batch so far, [B, n], and says whether they suffice;
+        None: all go on to a stop, or to the end.
+      speed: time and tokens so far.
+      programs: those compiled, and the continuations that are kept, if any; those that ``enough``
+        ends are not kept.
     """
 
     model: Transformer
@@ -109,7 +109,7 @@ class Continuer:
 
 
 def batches(key: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the rows of each batch in the order of a key, and the same filled up to ``size``."""
+    """Yields the rows of each batch in the order of a key, and the same padded to ``size``."""
     order = np.argsort(key, kind="stable")
     for start in range(0, len(order), size):
         rows = order[start : start + size]
@@ -117,7 +117,7 @@ def batches(key: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray
 
 
 def batch_rows(model: Transformer, batch_size: int, count: int) -> int:
-    """Rows of a batch, a multiple of what the model's mesh divides."""
+    """Rows of a batch, a multiple of the model's batch shards."""
     parts = 1 if model.sharding is None else model.sharding.shards("batch")
     return -(-min(batch_size, count) // parts) * parts
 
@@ -129,7 +129,7 @@ def place(model: Transformer, arrays: tuple[np.ndarray, ...]) -> tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Fill:
-    """Makes a cache of prompts, but for their last token, with room for ``new`` more."""
+    """Makes a cache of prompts without their last token, with room for ``new`` more."""
 
     model: Transformer
     new: int
@@ -168,14 +168,14 @@ def continuations(
     shapes: int = 4,
     progress: Progress | None = None,
 ) -> list[np.ndarray]:
-    """Continues many prompts greedily, those of like length together.
+    """Continues many prompts greedily, batched by similar length.
 
     Args:
       continuer: the model.
       prompts: token ids [P] each, at least 1.
       max_new_tokens: N.
       shapes: how many different lengths to compile for.
-      progress: called with the numbers of prompts done and to be done.
+      progress: called with the number of prompts done and the total.
 
     Returns:
       At most N token ids for each prompt, up to the stop, which is left out.

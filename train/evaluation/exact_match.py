@@ -1,8 +1,8 @@
 """Evaluation: exact match of whole answers.
 
-An answer that is generated greedily is right exactly when, with the right answer fed to the model
-instead, the most probable token is the right one at every place of it: up to the first wrong token
-both see the same inputs. So one pass over prompt and answer replaces one pass for every token.
+A greedily generated answer is right exactly when the model, fed the right answer, gives each of its
+tokens the highest probability: up to the first wrong token both see the same inputs. So one pass
+over prompt and answer replaces one pass for every token.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Askable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AtPlaces:
-    """A model that makes logits at the given places only: memory for [B, A, V], not [B, T, V]."""
+    """A model that computes logits only at given places: memory for [B, A, V], not [B, T, V]."""
 
     model: Transformer
 
@@ -117,15 +117,15 @@ def exact_match(
     Args:
       apply: ``apply(variables, tokens int32 [B, T], length=int32 [B]) -> logits [B, T, V]``, causal
         and hashable (a model's ``apply`` method is), compiled once for each shape; or
-        :class:`AtPlaces` to save memory. ``length`` is how many tokens of each row are no padding,
-        which decides what encodings draw or scale by the length.
+        :class:`AtPlaces` to save memory. ``length`` is the number of tokens of each row without
+        padding, which decides what encodings draw or scale by the length.
       variables: of the model.
       examples: prompts and answers.
       batch_size: examples of one pass.
       shapes: how many different sequence lengths to compile for; each example is padded to the
-        next of them. More of them compute less and compile longer.
-      progress: called with the numbers of examples done and to be done.
-      programs: what plans, keeps and times the passes; None: their own.
+        next of them. More shapes compute less but compile longer.
+      progress: called with the number of examples done and the total.
+      programs: plans, keeps and times the passes; None: a new one.
 
     Raises:
       ValueError: no examples, ``batch_size`` or ``shapes`` below 1, or a pass that does not fit
@@ -156,7 +156,7 @@ def _rows(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Row numbers [<= B] of a pass, the same with the last one repeated [B], and their width.
 
-    The widest come first, so that what does not fit into the memory is known at once.
+    The widest come first, so that a pass too large for memory fails at once.
     """
     widths = few_widths(examples.lengths, shapes)
     group = np.searchsorted(widths, examples.lengths)
@@ -169,7 +169,7 @@ def _rows(
 
 @dataclasses.dataclass(frozen=True)
 class _AllRight:
-    """A function that says whether the most probable token is right at every place of answers."""
+    """Tells whether the most probable token is right at every place of each answer."""
 
     apply: Apply | AtPlaces
     answer_length: int
@@ -199,7 +199,7 @@ def greedy(
     Args:
       apply: as for :func:`exact_match`.
       variables: of the model.
-      tokens: int32 [B, T], of which each row starts with its prompt.
+      tokens: int32 [B, T]; each row starts with its prompt.
       prompt_lengths: int32 [B], 1..T.
       lengths: int32 [B], 2..T: tokens of each prompt with its longest answer.
 
@@ -259,7 +259,7 @@ def answer(
       max_length: tokens that the model accepts; None: no limit.
 
     Raises:
-      ValueError: a question that is none, or whose answer may be too long for the model.
+      ValueError: text that is not a question, or an answer that may be too long for the model.
     """
     prompt = task.question(question)
     start, end = len(prompt), len(prompt) + task.longest_answer(question)

@@ -14,7 +14,7 @@ from train.statistics import half_width
 
 FORMAT = "tape-jax exact-match grid, version 2"
 
-# What tables have, in reports.
+# What tables in reports show.
 INTERVALS = "Percentages with their 95 % intervals; where there are several seeds, over these"
 
 _ARRAYS = ("lengths", "correct", "counts", "shared")
@@ -29,18 +29,18 @@ class Proportion:
 
     @property
     def value(self) -> float:
-        """The share of correct answers, NaN of none."""
+        """The share of correct answers; NaN if ``count`` is 0."""
         return self.correct / self.count if self.count else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % Wilson score interval of the share, (0, 1) of none."""
+        """The 95 % Wilson score interval of the share; (0, 1) if ``count`` is 0."""
         if not self.count:
             return 0.0, 1.0
         z2 = 1.959964**2 / self.count
         centre = (self.value + z2 / 2) / (1 + z2)
         half = math.sqrt(z2 * self.value * (1 - self.value) + z2 * z2 / 4) / (1 + z2)
-        # Rounding must not take a bound that is exact off its mark.
+        # Rounding must not move an exact bound.
         low = 0.0 if self.correct == 0 else centre - half
         return low, 1.0 if self.correct == self.count else centre + half
 
@@ -74,10 +74,10 @@ class Wording:
 
     Attributes:
       title: of a figure.
-      rows, columns: what these differ in, with the unit.
+      rows, columns: what they stand for, with the unit.
       unit: of lengths.
       questions: what is asked, in the plural.
-      cells: what a row and a column together make, in the plural.
+      cells: what a row and a column together stand for, in the plural.
       trained: the trained range.
     """
 
@@ -98,8 +98,8 @@ class Grid:
       rows, columns: ascending labels, such as the digits of the two operands of a sum.
       lengths: int [R, C], the length under which tables count each cell.
       correct: int [R, C], answers that are right to the last token.
-      counts: int [R, C], questions asked; 0 also where the model does not take the length.
-      shared: bool [R, C], whether these questions were trained on as well, being too few to divide.
+      counts: int [R, C], questions asked; 0 also if the model does not take the length.
+      shared: bool [R, C], whether these questions, too few to divide, were also trained on.
       trained: the longest length trained on.
       wording: for tables and figures.
     """
@@ -169,7 +169,7 @@ class Grid:
         return self.proportion(~self.is_inside)
 
     def summary(self) -> dict[str, float]:
-        """The averages over any questions at all, as scalars for a log."""
+        """The averages over ranges with questions, as scalars for a log."""
         averages = {"inside": self.inside, "outside": self.outside}
         return {f"exact_match_{name}": p.value for name, p in averages.items() if p.count}
 
@@ -178,7 +178,7 @@ class Grid:
         return length_table({"exact match": self})
 
     def to_json(self) -> dict[str, Any]:
-        """The grid in JSON types, but for its wording, which is no part of a result."""
+        """The grid in JSON types without its wording, which is not part of a result."""
         return {
             "format": FORMAT,
             **{name: list(getattr(self, name)) for name in ("rows", "columns")},
@@ -193,7 +193,7 @@ class Grid:
         Raises:
           ValueError: ``record`` is something else.
         """
-        # Grids that were written with a wording get this one all the same.
+        # Grids that were written with a wording also get this one.
         given = {**record, "wording": wording} if isinstance(record, dict) else record
         values = read_record(given, cls, FORMAT)
         values |= {name: tuple(values[name]) for name in ("rows", "columns")}
@@ -201,7 +201,7 @@ class Grid:
 
 
 def read_record(record: Any, cls: type, format: str | None = None) -> dict[str, Any]:
-    """The fields of the dataclass ``cls`` that a file holds beside the marker of its format.
+    """The fields of the dataclass ``cls`` in a record, without its format marker.
 
     Raises:
       ValueError: a record of another format, or without exactly these fields.
@@ -236,7 +236,7 @@ def tally(cells: np.ndarray, right: np.ndarray, shape: tuple[int, int]) -> dict[
 def length_table(grids: Mapping[str, Grid]) -> str:
     """Exact match by length, a column for each grid.
 
-    Percentages stand with their 95 % intervals: Wilson's of one model, Student's of several.
+    Percentages have 95 % intervals: Wilson's for one model, Student's for several.
 
     Raises:
       ValueError: no grids, or grids of different questions (see :func:`require_same_questions`).
@@ -273,11 +273,11 @@ def length_table(grids: Mapping[str, Grid]) -> str:
 
 
 def require_same_questions(grids: Mapping[str, Grid]) -> Grid:
-    """The first of the grids, which may be compared.
+    """Returns the first grid if all can be compared.
 
     Raises:
-      ValueError: no grids, or grids of other questions, or of another trained range. That a model
-        was not asked what is too long for it is no difference.
+      ValueError: no grids, or grids of different questions or trained ranges. Questions that were
+        too long for a model do not count as different.
     """
     require(len(grids) > 0, "no grids to compare")
     (name, first), *others = grids.items()
@@ -314,7 +314,7 @@ class Pool(Grid):
 
 
 def pool(grids: Sequence[Grid]) -> Grid:
-    """The answers of several models to the same questions, whose intervals are over the models."""
+    """Pools several models' answers to the same questions, with intervals over the models."""
     first = require_same_questions({f"seed {i}": grid for i, grid in enumerate(grids)})
     if len(grids) == 1:
         return first

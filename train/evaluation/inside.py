@@ -1,4 +1,4 @@
-"""The inside of a model: its attention, its position states, and the model without them."""
+"""The inside of a model: attention, position states, and the model with an untrained encoding."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Inside:
       labels: [B][T] the tokens as text.
       maps: [layers, B, T, H, T] attention probabilities.
       states: [layers, B, T, H_kv, D] (rotary) or [layers, B, T, H_kv, M, L, R] (tensor): the
-        position state entering each layer, the first of which is the start; None for encodings
-        without a state.
+        position state entering each layer; the first is the start; None for encodings without a
+        state.
     """
 
     labels: Sequence[Sequence[str]]
@@ -45,18 +45,18 @@ class Inside:
 
     @property
     def moves(self) -> np.ndarray:
-        """The move of a state by each layer, |e_after - e_before| / |start|: [layers - 1, B, T, H].
+        """How far each layer moves a state, |e_after - e_before| / |start|: [layers - 1, B, T, H].
 
-        The last layer moves none: nobody reads what leaves it.
+        The last layer is left out: nothing reads its output state.
         """
         start = np.linalg.norm(self.flat_states[0], axis=-1)
         return np.linalg.norm(np.diff(self.flat_states, axis=0), axis=-1) / start
 
     @property
     def moved(self) -> np.ndarray:
-        """The distance from the start of the states that enter each layer, over its norm: [layers].
+        """The distance of input states from the start, over the start's norm, by layer: [layers].
 
-        The root mean square over tokens and heads.
+        It is the root mean square over tokens and heads.
         """
         away = self.flat_states - self.flat_states[0]
         squares = np.square(away).sum(axis=(1, 2, 3, 4))
@@ -66,7 +66,7 @@ class Inside:
     def phase_drift(self) -> np.ndarray | None:
         """The angle of a state to its start, by frequency: [layers, B, T, H, D/2] in radians.
 
-        None in tensor form, whose blocks are no complex numbers.
+        None in tensor form: its blocks are not complex numbers.
         """
         if self.states is None or self.states.ndim != 5:
             return None
@@ -141,7 +141,7 @@ def before_training(model: Transformer, variables: Any) -> Any:
 
 
 class Changed(NamedTuple):
-    """A model whose variables are others than those that were trained."""
+    """A model with variables other than the trained ones."""
 
     model: Transformer
     variables: dict[str, Any]
@@ -150,7 +150,7 @@ class Changed(NamedTuple):
 
 
 def untrained(trained: Trained) -> Changed | None:
-    """Returns the model as before training of its encoding; None if that has no parameters."""
+    """Returns the model with its encoding as before training; None if that has no parameters."""
     if not has_learned(trained.model):
         return None
     variables = before_training(trained.model, trained.variables)

@@ -1,4 +1,4 @@
-"""Files of results that are on the disk at once, so that work that was killed can go on."""
+"""Files of results that are written to disk at once, so that killed work can resume."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from train.files import json_object, locked, sync, write_atomically
 
 
 class Journal:
-    """Results as lines of JSON, after a first one that says on what they depend.
+    """Results as lines of JSON; the first line says what they depend on.
 
-    Nothing is written before there is a result.
+    Nothing is written before the first result.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class Journal:
         """
         Args:
           path: of the file, which need not exist.
-          format: what the first line says that the file is.
-          about: on what the results depend, in JSON types. What the file does not name, none of its
-            results depended on.
+          format: the format that the first line states.
+          about: what the results depend on, in JSON types. No result in the file depended on
+            entries that it lacks.
           fresh: forget what is there.
-          replace: of ``about``, where it was something else: forget what is there. Else it is an
+          replace: names in ``about``: if one has changed, forget what is there. Else a change is an
             error.
 
         Raises:
@@ -57,7 +57,7 @@ class Journal:
                 if name in found and found[name] != value
             }
             forgotten = fresh or any(name in replace for name in different)
-            # The last part is what a kill left of a line; else it is empty.
+            # The last part is a line cut short by a kill; else it is empty.
             self._lines = [] if forgotten else lines[:-1]
             require(
                 not (self._lines and different),
@@ -71,7 +71,7 @@ class Journal:
         """Yields what ``parse`` makes of each line that was there before.
 
         Raises:
-          ValueError: a line of which it makes nothing.
+          ValueError: a line that ``parse`` cannot read.
         """
         for number, line in enumerate(self._lines, start=2):
             try:
@@ -83,7 +83,7 @@ class Journal:
                 ) from None
 
     def add(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Writes lines down, and returns when they are on the disk."""
+        """Writes lines, and returns when they are on disk."""
         if not self._begun:
             whole = json.dumps(self._header).encode(), *self._lines
             write_atomically(self._path, b"".join(line + b"\n" for line in whole))
@@ -97,7 +97,7 @@ class Journal:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Keeps a second process from the journal at a path meanwhile, by a hidden file beside it.
+    """Locks the journal at a path against other processes, by a hidden file beside it.
 
     Raises:
       ValueError: another process has it.

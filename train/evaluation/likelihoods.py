@@ -46,7 +46,7 @@ class Likelihood(NamedTuple):
 
 @dataclasses.dataclass
 class Scorer:
-    """Scores continuations with one model, those of like length together.
+    """Scores continuations with one model, batched by similar length.
 
     Lengths are rounded up, so that few programs are compiled however many lengths there are.
 
@@ -54,8 +54,8 @@ class Scorer:
       model, variables: of the model.
       pad: the token of padding.
       batch_size: rows at once.
-      speed: what it took so far.
-      programs: that it has compiled.
+      speed: time and tokens so far.
+      programs: those compiled so far.
     """
 
     model: Transformer
@@ -66,7 +66,7 @@ class Scorer:
     programs: Programs = dataclasses.field(default_factory=Programs)
 
     def run(self, given: Sequence[Given]) -> Iterator[tuple[np.ndarray, list[Likelihood]]]:
-        """Scores what is given, the longest first.
+        """Scores the given continuations, the longest first.
 
         Yields:
           Rows of ``given``, and how likely each continuation is.
@@ -95,9 +95,9 @@ class Scorer:
 
 
 def rounded(length: int, limit: int | None = None) -> int:
-    """The next of the lengths that are compiled for: four between a power of two and the next.
+    """Rounds up to the next length to compile for: four lengths per doubling.
 
-    None is beyond the limit.
+    The result never exceeds the limit.
 
     >>> [rounded(n) for n in (1, 33, 40, 41, 65, 500)]
     [32, 40, 40, 48, 80, 512]
@@ -124,7 +124,7 @@ class _Score:
         Args:
           variables: of the model.
           tokens: int32 [B, W + 1], padded on the right.
-          starts, lengths: int32 [B], of each continuation, and of all without padding.
+          starts, lengths: int32 [B], of each continuation, and of each row without padding.
         """
         inputs = tokens[:, :-1]
         hidden = self.model.apply(variables, inputs, length=lengths - 1, output="hidden")

@@ -1,4 +1,4 @@
-"""Perplexity of held-out text by length: how well a language model uses, or bears, long inputs.
+"""Perplexity of held-out text by length: how well a language model uses, or tolerates, long inputs.
 
 A model trained on sequences of T tokens is judged at multiples of T, or at other lengths, in three
 ways:
@@ -6,14 +6,14 @@ ways:
 * ``disjoint``: the text is cut into windows one after another, each of which starts without any
   context.
 * ``overlapping``: windows move on by a stride, and only the tokens that are new in a window are
-  scored, so that all but those of the first window have nearly the whole length as context.
+  scored, so that all except those of the first window have nearly the whole length as context.
 * ``windowed``: disjoint windows again, with the same weights, but no token sees further back than
-  T tokens (a sliding attention window). It tells apart what unseen distances do to a model and
-  what unseen positions do.
+  T tokens (a sliding attention window). It separates the effect of unseen distances from that of
+  unseen positions.
 
 Every way at every length scores the same targets: those of the longest disjoint windows (see
 :func:`train.evaluation.window_losses.windows`), and so does every model with the same tokenizer and
-trained length. Logits exist for a few tokens at a time: memory grows with the length as the
+trained length. Logits exist for a few tokens at a time, so memory grows with the length as
 attention's does.
 """
 
@@ -39,14 +39,14 @@ from train.statistics import deviation, mean
 FORMAT = "tape-jax perplexity, version 1"
 BINS_PER_TRAINED_LENGTH = 8
 
-# Ways of measuring (the module's text explains them).
+# Ways of measuring (the module docstring explains them).
 PROTOCOLS = {
     "disjoint": "disjoint windows",
     "overlapping": "overlapping windows",
     "windowed": "sliding attention window",
 }
 
-# What a mean loss in nats for each token comes to.
+# Converts a mean loss in nats for each token.
 Quantity = Callable[["Perplexity", float], float]
 
 
@@ -59,8 +59,8 @@ class Measurement:
       length: tokens of a window.
       blocks: mean loss in nats of each block of targets; empty if the model does not take the
         length.
-      by_position: mean loss in nats of the targets at each bin of places in the window, NaN where
-        none is scored; empty likewise.
+      by_position: mean loss in nats of the targets at each bin of places in the window, NaN if none
+        is scored; empty likewise.
     """
 
     protocol: str
@@ -75,7 +75,7 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """The standard error of the mean loss over blocks of text; NaN of fewer than two."""
+        """The standard error of the mean loss over blocks of text; NaN for fewer than two."""
         count = len(self.blocks)
         return deviation(self.blocks) / math.sqrt(count) if count > 1 else math.nan
 
@@ -87,7 +87,7 @@ class Perplexity:
     Attributes:
       trained: T, the trained length in tokens.
       stride: of overlapping windows, in tokens.
-      bin: places in a window that :attr:`Measurement.by_position` takes together.
+      bin: places of a window in each bin of :attr:`Measurement.by_position`.
       targets: number of targets scored, the same for every measurement; a block of them is as long
         as the longest window.
       fingerprint: equal for results that scored the same targets.
@@ -191,11 +191,11 @@ def measure(
       lengths: tokens of the windows, ascending; each divides the last.
       protocols: ways of measuring, of :data:`PROTOCOLS`.
       stride: tokens by which overlapping windows move on.
-      batch_tokens: tokens of one pass, if a window has no more.
+      batch_tokens: tokens of one pass, unless one window has more.
       max_length: tokens that the model accepts; None: any number.
       text_bytes: bytes that all targets together stand for, if known.
-      progress: called with the numbers of tokens done and to be done.
-      programs: what plans, keeps and times the passes; None: their own.
+      progress: called with the number of tokens done and the total.
+      programs: plans, keeps and times the passes; None: a new one.
 
     Raises:
       ValueError: no texts, texts of other lengths, a stride longer than a window, or a pass that
@@ -217,7 +217,7 @@ def measure(
             progress(before + done, total)
 
     measured = {key: Measurement(*key, (), ()) for key in plan}
-    # The longest windows first, so that what does not fit into the memory is known at once.
+    # The longest windows come first, so that a pass too large for memory fails at once.
     for protocol, length in sorted(possible, key=lambda key: (-key[1], *key)):
         starts, first = plan[protocol, length]
         losses, places = losses_and_places(
@@ -276,10 +276,10 @@ def _means(
 
 
 def require_same_targets(results: Mapping[str, Sequence[Perplexity]]) -> Perplexity:
-    """The first of the results, which may be compared.
+    """Returns the first result if all can be compared.
 
     Raises:
-      ValueError: no results, or results of other targets or measurements.
+      ValueError: no results, or results of different targets or measurements.
     """
     everything = [(name, result) for name, group in results.items() for result in group]
     require(len(everything) > 0, "no results to compare")
@@ -334,9 +334,9 @@ def _cell(group: Sequence[Perplexity], protocol: str, length: int, value: Quanti
 def mean_and_spread(
     group: Sequence[Perplexity], protocol: str, length: int, value: Quantity = _perplexity
 ) -> tuple[float, float]:
-    """Mean and standard deviation over seeds; of one seed the standard error over the text.
+    """Mean and standard deviation over seeds; for one seed, the standard error over the text.
 
-    NaN for a mean if no model takes the length, for a spread if there is nothing to tell it by.
+    The mean is NaN if no model takes the length, the spread if it cannot be estimated.
     """
     taken = [(r, r.at(protocol, length)) for r in group if r.at(protocol, length).blocks]
     values = [value(result, m.loss) for result, m in taken]

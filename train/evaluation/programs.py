@@ -1,4 +1,4 @@
-"""Running a model on batches: memory planned before, results kept, time measured."""
+"""Runs a model on batches: plans memory, keeps results, measures time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.evaluation.journal import Journal
 from train.process import compile_in_turn
 from train.training.metrics import compiling_seconds
 
-# A part of the memory that is left free.
+# The share of memory that stays free.
 RESERVED = 0.08
 
 
@@ -60,9 +60,9 @@ class Memory(NamedTuple):
     """Bytes on one device while a program runs.
 
     Attributes:
-      parameters: and whatever else goes in.
-      between: everything that is made on the way, the cache among it.
-      limit: what the device has; None: it does not tell.
+      parameters: those and all other inputs.
+      between: everything made on the way, including the cache.
+      limit: what the device has; None: unknown.
     """
 
     parameters: int
@@ -82,7 +82,7 @@ class Memory(NamedTuple):
         )
 
     def check(self, batch: int, width: int) -> None:
-        """Raises ValueError, with what to do, if a batch of texts of this width does not fit."""
+        """Raises ValueError with advice if a batch of texts of this width does not fit."""
         if self.limit is None or self.total <= self.limit * (1 - RESERVED):
             return
         room = max(0.0, self.limit * (1 - RESERVED) - self.parameters)
@@ -96,12 +96,12 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass
 class Programs:
-    """Compiled programs by their shapes, none of which takes more memory than there is.
+    """Compiled programs by shape, each of which fits into the memory.
 
     Attributes:
-      memory: of the largest so far; None: there was none.
+      memory: of the largest so far; None: there is none.
       speed: of :meth:`results`.
-      kept: where :meth:`results` keeps what it has, and finds it again; None: nowhere.
+      kept: where :meth:`results` keeps and finds its results; None: nowhere.
     """
 
     memory: Memory | None = None
@@ -110,7 +110,7 @@ class Programs:
     _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Calls a function that can be compared, the tokens [B, T] of a batch its second argument.
+        """Calls a hashable function; its second argument is the tokens [B, T] of a batch.
 
         Raises:
           ValueError: a batch that does not fit into the memory.
@@ -131,13 +131,13 @@ class Programs:
         variables: Any,
         batches: Iterable[tuple[Sequence[np.ndarray], int]],
     ) -> Iterator[np.ndarray]:
-        """Yields what a function gives for each batch; what is kept is not computed again.
+        """Yields a function's result for each batch; kept results are not computed again.
 
-        A batch is begun before the result of the one before is fetched.
+        Each batch starts before the previous result is fetched.
 
         Args:
-          name: of what is computed: a result is found again by it and by the batch.
-          function: ``function(variables, *arrays)``, which can be compared.
+          name: of the computation; it and the batch identify a kept result.
+          function: ``function(variables, *arrays)``, which is hashable.
           variables: of the model.
           batches: arrays, the first of them tokens [B, T], and how many tokens these are without
             padding.
@@ -159,14 +159,14 @@ class Programs:
             yield self._fetched(*waiting)
 
     def kept_result(self, name: str, arrays: Sequence[np.ndarray]) -> tuple[str, Any]:
-        """Returns the key by which a batch's result is found again, and the result, if kept."""
+        """Returns the key that identifies a batch's result, and the result, if kept."""
         if self.kept is None:
             return "", None
         key = _digest(name, arrays)
         return key, self.kept.found.get(key)
 
     def keep(self, key: str, result: np.ndarray) -> None:
-        """Keeps a result, if results are kept; it is on the disk then."""
+        """Keeps a result, if results are kept, and returns when it is on disk."""
         if self.kept is not None and key not in self.kept.found:
             self.kept.add(key, result)
 
@@ -202,7 +202,7 @@ class KeptResults:
         self.found: dict[str, np.ndarray] = dict(journal.read(_kept))
 
     def add(self, key: str, result: np.ndarray) -> None:
-        """Keeps a result; it is on the disk then."""
+        """Keeps a result, and returns when it is on disk."""
         values = base64.b64encode(np.ascontiguousarray(result).tobytes()).decode()
         shape = list(result.shape)
         self._journal.add(
@@ -218,7 +218,7 @@ def _kept(line: dict[str, Any]) -> tuple[str, np.ndarray]:
 
 
 def _digest(name: str, arrays: Sequence[np.ndarray]) -> str:
-    """Returns the digest by which the result of a batch is found again."""
+    """Returns the digest that identifies the result of a batch."""
     made = hashlib.sha256(name.encode())
     for array in arrays:
         made.update(f"{array.dtype.str}{array.shape}".encode())

@@ -22,12 +22,12 @@ CHUNK = 1024
 def windows(targets: int, length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
     """Windows that together score each of ``targets`` consecutive targets exactly once.
 
-    Target t is the token after token t. A window that starts at s gives the targets s to
-    s + length - 1, of which it scores those that no window before it has. The last one ends where
-    the targets do, and for that moves on by less than ``stride`` if need be.
+    Target t is the token after token t. A window that starts at s has the targets s to
+    s + length - 1, and scores those that no earlier window has. The last one ends where the targets
+    end, and moves on by less than ``stride`` if necessary.
 
     Returns:
-      int [W] starts, and int [W] the place in each window from which on it scores.
+      int [W] starts, and int [W] the first place that each window scores.
 
     Raises:
       ValueError: unless 1 <= stride <= length <= targets.
@@ -43,10 +43,10 @@ def windows(targets: int, length: int, stride: int) -> tuple[np.ndarray, np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class TokenLosses:
-    """The loss of each token but the first, given those before it.
+    """The loss of each token except the first, given those before it.
 
     Attributes:
-      model: of which logits are made for :data:`CHUNK` tokens at a time.
+      model: computes logits for :data:`CHUNK` tokens at a time.
     """
 
     model: Transformer
@@ -64,7 +64,7 @@ class TokenLosses:
 
 
 def with_window(model: Transformer, window: int) -> Transformer:
-    """The same model, of which tokens see at most ``window`` tokens, themselves included."""
+    """The same model, but its tokens see at most ``window`` tokens, themselves included."""
     own, before = model.config.local_window_size, window - 1
     if own is not None:
         before = min(before, own[0] if isinstance(own, tuple) else own)
@@ -93,7 +93,7 @@ def losses_and_places(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the loss of each token's target, and the token's place in the window that scores it.
 
-    ``programs`` finds kept results again by ``name`` and what is in the windows.
+    ``programs`` finds kept results by ``name`` and the contents of the windows.
     """
     losses = np.full(len(tokens), np.nan)
     places = np.zeros(len(tokens), np.int64)
@@ -104,7 +104,7 @@ def losses_and_places(
     def batches() -> Iterator[tuple[tuple[np.ndarray], int]]:
         for row in firsts:
             chosen = starts[row : row + rows]
-            # The last pass repeats a window: another shape would have to be compiled for.
+            # The last pass repeats a window: another shape would need another compilation.
             filled = np.pad(chosen, (0, rows - len(chosen)), mode="edge")
             yield (tokens[filled[:, None] + within],), len(chosen) * length
 

@@ -1,8 +1,8 @@
-"""Suites: long-context questions that others ask too, of any model with a tokenizer.
+"""Suites: long-context questions of other benchmarks, for any model with a tokenizer.
 
 A task of a suite is a frozen dataclass that writes questions as text (:class:`SuiteTask`), and one
-line in ``SUITES``. What fits them to a number of tokens is :mod:`train.suites.questions`, what asks
-a model is :mod:`train.suites.evaluation`.
+line in ``SUITES``. :mod:`train.suites.questions` fits them to a number of tokens,
+:mod:`train.suites.evaluation` asks a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from train.checks import choose, require
 from train.suites.background import Background
 
-# For each suite, where its tasks are, by name.
+# Where each suite's tasks are, by name.
 SUITES: dict[str, dict[str, str]] = {
     "ruler": {
         "niah_single_1": "train.suites.needles:SINGLE_NOISE",
@@ -42,7 +42,7 @@ SUITES: dict[str, dict[str, str]] = {
         "qa7": "train.suites.facts:COUNTING",
     },
 }
-# Tasks whose questions are in a file of the user's, and what option names it.
+# Tasks that read questions from a user's file, and the option that names it.
 FILES = {"qa_1": "squad", "qa_2": "hotpotqa"}
 FORMS = ("long", "short")
 
@@ -51,7 +51,7 @@ class SuiteQuestion(NamedTuple):
     """A question in writing.
 
     Attributes:
-      prompt: which the answer must follow.
+      prompt: the text before the answer.
       references: what the answer must hold.
       labels: all answers that the task knows, for rules that ask which of them was given.
     """
@@ -62,7 +62,7 @@ class SuiteQuestion(NamedTuple):
 
 
 class SuiteTask(Protocol):
-    """A task that writes questions of any length, and knows nothing of tokens.
+    """A task that writes questions of any length, in characters, not tokens.
 
     Attributes:
       rule: how answers are scored, ``all``, ``part`` or ``label``
@@ -79,11 +79,10 @@ class SuiteTask(Protocol):
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str
     ) -> SuiteQuestion:
-        """A question whose prompt has at most ``size`` characters, and hardly fewer.
+        """A question with a prompt of at most ``size`` characters, and hardly fewer.
 
         Args:
-          rng: decides everything but what ``size`` does: with another size, the same facts are
-            hidden.
+          rng: decides everything except the size: with another size, the same facts are hidden.
           background: the text to hide them in, and the words to make them of.
           size: characters.
           form: of :data:`FORMS`; ``short`` says the same in fewer characters.
@@ -96,11 +95,11 @@ class SuiteTask(Protocol):
 def get_suite(
     name: str, tasks: Sequence[str] = (), files: Mapping[str, str | None] | None = None
 ) -> dict[str, SuiteTask]:
-    """The tasks of a suite by name, or some of them.
+    """All or some tasks of a suite, by name.
 
     Args:
       name: of the suite.
-      tasks: of it; none: all, but for those whose file is not given.
+      tasks: of it; empty: all except those whose file is not given.
       files: paths by the options of :data:`FILES`.
 
     Raises:

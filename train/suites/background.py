@@ -1,4 +1,4 @@
-"""Texts of no interest in which facts are hidden, and the words that facts are made of."""
+"""Irrelevant texts that hide facts, and the words that facts are made of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.checks import require
 from train.data.sources import get_source
 from train.data.tokenizers import load
 
-# Of a long text, so many characters are used.
+# The most characters used of a long text.
 MOST_CHARACTERS = 1 << 26
 _WORD = re.compile(r"\b[a-z]{4,8}\b")
 # After a line, or after a sentence within one.
@@ -22,23 +22,23 @@ _END = re.compile(r"\n+|(?<=[.!?]) +(?=\S)")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Passage:
-    """A piece of text and where something may be put into it.
+    """A piece of text and the places for insertions into it.
 
     Attributes:
       text: the piece.
-      cuts: int [C], ascending numbers of characters, from 0 on, before places between sentences.
+      cuts: int [C], ascending offsets, in characters from 0 on, of places between sentences.
     """
 
     text: str
     cuts: np.ndarray
 
     def hide(self, rng: np.random.Generator, statements: list[str], *, shuffle: bool = True) -> str:
-        """The text with statements at random places between its sentences, each at another one.
+        """The text with each statement inserted at a random place between sentences.
 
         Args:
-          rng: decides where; it draws equally often whatever the passage.
+          rng: decides where; the number of draws is the same for all passages.
           statements: what is hidden.
-          shuffle: in any order; else in the one given.
+          shuffle: in random order; else in the given one.
         """
         order = rng.permutation(len(statements)) if shuffle else range(len(statements))
         places = np.sort(rng.random(len(statements)))
@@ -55,7 +55,7 @@ class Background:
     """A long text.
 
     Attributes:
-      name: what it is called where something is wrong with it.
+      name: what error messages call it.
       text: all of it.
     """
 
@@ -74,7 +74,7 @@ class Background:
 
     @functools.cached_property
     def vocabulary(self) -> list[str]:
-        """The words of four to eight small letters, each once, in the order of the alphabet."""
+        """The words of four to eight lower-case letters, each once, in alphabetical order."""
         return sorted(set(_WORD.findall(self.text)))
 
     def passage(self, rng: np.random.Generator, size: int) -> Passage:
@@ -101,7 +101,7 @@ class Background:
         Args:
           rng: draws them.
           count: how many; up to four are always different.
-          different: whether more are, too.
+          different: whether more than four are, too.
 
         Raises:
           ValueError: a text with too few words.
@@ -118,7 +118,7 @@ class Background:
 
 
 def room(size: int, *texts: str) -> int:
-    """Characters that these texts leave of ``size`` for what surrounds them.
+    """Characters of ``size`` that these texts leave for their surroundings.
 
     Raises:
       ValueError: if they leave none.

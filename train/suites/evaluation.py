@@ -1,7 +1,8 @@
-"""Asking a model the questions of a suite; a killed evaluation goes on where it was.
+"""Asks a model the questions of a suite; a killed evaluation resumes where it was.
 
-Every answer is on the disk as soon as its batch is done, in ``evaluation_SUITE.jsonl`` of the run.
-Its first line says on what the questions depend; more lengths, tasks or questions are added to it.
+Every answer is on disk as soon as its batch is done, in ``evaluation_SUITE.jsonl`` of the run. The
+first line of this file says what the questions depend on; more lengths, tasks or questions extend
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class SuiteOptions:
     Attributes:
       suite: one of :data:`train.suites.SUITES`.
       lengths: tokens of prompt and answer together, ascending.
-      tasks: of the suite; none: all.
+      tasks: of the suite; empty: all.
       samples: questions of each task and length.
       form: of :data:`train.suites.FORMS`.
       background: a source of text (:mod:`train.data.sources`).
@@ -94,7 +95,7 @@ def tokenizer_of(task: Any, what: str) -> Tokenizer:
 
 
 class Answers:
-    """The answers so far, on the disk.
+    """The answers so far, on disk.
 
     Attributes:
       texts: by question.
@@ -104,9 +105,9 @@ class Answers:
         """
         Args:
           path: of the file, which need not exist.
-          about: on what the questions and their answers depend, in JSON types.
-          fresh: forget what an evaluation by this program left there, as is done with the answers
-            of another step.
+          about: what the questions and their answers depend on, in JSON types.
+          fresh: forget what an evaluation by this program left there; answers of another step
+            are always forgotten.
 
         Raises:
           ValueError: a file of another evaluation or of another program, or a damaged one.
@@ -117,7 +118,7 @@ class Answers:
             self.texts.update(found)
 
     def add(self, keys: Sequence[Key], texts: Sequence[str]) -> None:
-        """Writes answers down, and returns when they are on the disk."""
+        """Writes answers, and returns when they are on disk."""
         self.texts.update(zip(keys, texts, strict=True))
         lines = []
         for task, length in dict.fromkeys(key[:2] for key in keys):
@@ -145,17 +146,17 @@ def evaluate(
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> SuiteResult:
-    """Asks a model a suite.
+    """Asks a model the questions of a suite.
 
     Args:
       trained: the model; its sharding, if it has one, splits the questions.
       codec: of the model.
       options: what is asked.
-      path: of the file of answers, from which an interrupted evaluation goes on.
+      path: of the file of answers, from which an interrupted evaluation resumes.
       step: of the checkpoint.
       trained_length: tokens of a training sequence.
       fresh: forget the answers of an earlier evaluation.
-      progress: called with the numbers of questions done and to be done.
+      progress: called with the number of questions done and the total.
 
     Raises:
       ValueError: a length that the model does not take or that is too small for a task, a
@@ -193,7 +194,7 @@ def evaluate(
 
 
 def check(options: SuiteOptions, codec: Tokenizer) -> _Asker:
-    """Returns what asks the questions.
+    """Checks and returns the questions.
 
     Raises:
       ValueError: a length that is too small for a task, a background that is too short, or answers
@@ -239,7 +240,7 @@ class _Asker:
                     )
 
     def about(self, step: int) -> dict[str, Any]:
-        """Returns what the answers of a checkpoint depend on, beside the questions' keys."""
+        """Returns what the answers of a checkpoint depend on, besides the questions' keys."""
         return {
             "suite": self.options.suite,
             "step": step,
@@ -257,7 +258,7 @@ class _Asker:
     def groups(self, answers: Answers) -> Iterator[tuple[int, list[Key]]]:
         """Yields the questions left to ask, by shape, the longest first, with the room for answers.
 
-        So what does not fit into the memory is refused before anything is asked.
+        So a batch too large for memory is refused before anything is asked.
         """
         rooms = {name: task.answer_tokens[self.options.form] for name, task in self.tasks.items()}
         left = [key for key in self.keys if key not in answers.texts]

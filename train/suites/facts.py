@@ -134,7 +134,7 @@ class Facts:
     Attributes:
       question: what is asked.
       labels: all answers.
-      events: sentences; worlds of which nothing can be asked are passed over.
+      events: number of sentences; worlds that allow no question are skipped.
       things: whether things are taken and put down.
     """
 

@@ -1,8 +1,8 @@
 """Needles in a haystack, in the eight kinds of RULER (arXiv:2404.06654, section 3).
 
 A needle states the value of a key. One or several are hidden in a text, and the values of one or
-several keys are asked for. Keys are pairs of words; RULER takes its words from a dictionary, here
-they are the background's.
+several keys are asked for. Keys are pairs of words: RULER's come from a dictionary, these from the
+background.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from train.suites.background import Background, noise, room
 from train.tasks.retrieval import FILLER
 
 _HEX = np.frombuffer(b"0123456789abcdef", np.uint8)
-# The start, a needle, and the question: in the plural where several values are asked for.
+# The start, a needle, and the question, in the plural if several values are asked for.
 _LONG = (
     "Some special magic {kind}s are hidden in the text below. Memorise them: you will be asked "
     "about them afterwards.\n",
@@ -34,7 +34,7 @@ class Needles:
     Attributes:
       haystack: ``noise``, ``text``, or ``needles``: other needles, as many as fit.
       key, value: what they are, ``words``, ``number`` or ``uuid``.
-      keys: that have needles, unless the haystack is made of them.
+      keys: those with needles, unless needles make the haystack.
       values: of each key.
       queries: keys that are asked for.
     """

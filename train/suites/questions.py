@@ -1,8 +1,8 @@
 """Questions of a suite, fitted to a number of tokens.
 
-Length counts what RULER's does: the prompt, and the room for the answer. With bytes, a prompt fills
-its room to the last byte wherever the text goes on for ever; other tokenizers leave one token in a
-hundred, and lists end where the next word would not fit.
+As in RULER, length counts the prompt and the room for the answer. With bytes, a prompt fills its
+room to the last byte if its text is endless; other tokenizers leave one token in a hundred, and
+lists end before a word that would not fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from train.data.tokenizers import Tokenizer
 from train.suites import SuiteQuestion, SuiteTask
 from train.suites.background import Background
 
-# How often a question is written again, a little longer or shorter; and what may be left empty.
+# How often a question is rewritten, a little longer or shorter, and the share that may stay empty.
 _TRIES = 4
 _SLACK = 0.01
 
@@ -49,10 +49,10 @@ def ask(
 ) -> AskedSample:
     """Question number ``index`` of a task at one length.
 
-    It depends on the arguments alone, and not on which others are asked.
+    It depends only on the arguments, not on which other questions are asked.
 
     Args:
-      name: of the task, which decides the draw.
+      name: of the task; it decides the draw.
       task: writes questions.
       codec: of the model.
       background: what the facts are hidden in.
@@ -85,7 +85,7 @@ def ask(
         if left >= 0 and (best is None or len(tokens) > len(best.tokens)):
             best = AskedSample(question, np.array([*start, *tokens.tolist()], np.int32))
         written = len(question.prompt)
-        # What a task leaves empty by itself, longer texts would leave, too.
+        # Longer texts would also leave empty what the task itself leaves empty.
         if 0 <= left <= _SLACK * room or (left > 0 and size - written > left):
             break
         step = left * written / max(len(tokens), 1)

@@ -1,7 +1,7 @@
-"""RULER's questions of people about paragraphs (arXiv:2404.06654): SQuAD's and HotpotQA's.
+"""RULER's human-written questions about paragraphs (arXiv:2404.06654): SQuAD and HotpotQA.
 
-The paragraphs that a question needs stand among others of the same file, which takes the place of
-the background. Questions, paragraphs and answers are those of a file that the user has.
+The paragraphs that a question needs stand among others of the same file, which replaces the
+background. You provide the file with questions, paragraphs and answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONG = (
     "Question: {question}\nAnswer:",
 )
 _SHORT = ("", "{paragraph}\n", "Question: {question}\nAnswer:")
-# Questions that are drawn until one fits.
+# The most questions drawn until one fits.
 DRAWS = 1000
 
 
@@ -36,9 +36,9 @@ class FileQuestion(NamedTuple):
 
     Attributes:
       question: in writing.
-      answers: any of which is right.
+      answers: each of them is right.
       needed: numbers of the paragraphs that hold the answer.
-      near: numbers of others that come with the question, to be distracted by first.
+      near: numbers of others that come with the question, the first distractors.
     """
 
     question: str
@@ -69,7 +69,7 @@ class Reading:
 
     Attributes:
       kind: of file, one of :data:`FORMATS`.
-      path: of the file; None: it is still to be given.
+      path: of the file; None: not given yet.
     """
 
     kind: str
@@ -92,8 +92,8 @@ class Reading:
     ) -> SuiteQuestion:
         """A question after as many whole paragraphs as fit; see :class:`train.suites.SuiteTask`.
 
-        First those that it needs, then those that come with it, then any; in random order. What
-        does not fit is not asked: another question is drawn.
+        It takes first the paragraphs that the question needs, then those that come with it, then
+        any, and shuffles them. If a question does not fit, another is drawn.
         """
         assert self.path is not None
         file = read(self.path, self.kind)
@@ -167,7 +167,7 @@ def read(path: str, kind: str) -> Collection:
 
 
 def _squad(content: Any, number: Callable[[str], int]) -> list[FileQuestion]:
-    """Questions with an answer; those of version 2 that have none are passed over."""
+    """Questions with an answer; those of version 2 that have none are skipped."""
     asked = []
     for article in content["data"]:
         own = [number(paragraph["context"]) for paragraph in article["paragraphs"]]
@@ -206,8 +206,8 @@ class Format(NamedTuple):
 
     Attributes:
       name: as people call it.
-      form: what is in it.
-      parse: its questions, given its content and what numbers its paragraphs.
+      form: its contents in words.
+      parse: gives its questions from its content and a function that numbers paragraphs.
     """
 
     name: str

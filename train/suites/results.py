@@ -28,7 +28,7 @@ class SuiteResult:
       suite: its name.
       step: of the checkpoint that was asked.
       trained: tokens of a training sequence.
-      about: what the questions depend on beside task and length, in JSON types.
+      about: what the questions depend on besides task and length, in JSON types.
       scores: of each question, by task and length.
       speed: how fast it went, in words.
       memory: what it took, in words; empty if nothing was left to ask.
@@ -113,7 +113,7 @@ class SuiteResult:
 
 
 def _error(scores: tuple[float, ...]) -> float:
-    """Standard error of a mean; 0 of a single score."""
+    """Standard error of a mean; 0 for a single score."""
     return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0
 
 

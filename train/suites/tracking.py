@@ -1,4 +1,4 @@
-"""Variable tracking (RULER): the variables that a value was handed on to, one after another."""
+"""Variable tracking (RULER): the variables that a value was passed on to, one after another."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ _TOO_SMALL = "{size:,} characters are too few for a question about the words of 
 
 @dataclasses.dataclass(frozen=True)
 class Common:
-    """Common words extraction: a numbered list in which a few words stand more often than others.
+    """Common words extraction: a numbered list in which a few words occur most often.
 
     Attributes:
       count: common words, by form.
-      times: how often a common and any other word stand there, by form; the first pair by
-        which the common words take at most half of the list.
+      times: how often a common and any other word occur, by form; the first pair with which the
+        common words take at most half of the list is used.
     """
 
     count: tuple[int, int] = (10, 3)
@@ -112,7 +112,7 @@ class Frequent:
         ranks = np.arange(2, 2 + max(4, total // 50))
         counts = (total * share * ranks**-self.alpha).astype(int)
         require(total > 0 and counts[2] > 0, _TOO_SMALL.format(size=size))
-        # Rounding must not let another word stand as often as the third.
+        # Rounding must not let another word occur as often as the third.
         counts[3:] = np.minimum(counts[3:], counts[2] - 1)
         letters = rng.integers(97, 123, size=(len(ranks) + 16, width), dtype=np.uint8)
         coded = [letters[i].tobytes().decode() for i in range(len(letters))]

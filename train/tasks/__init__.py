@@ -31,28 +31,28 @@ TASKS: dict[str, str] = {
 class Result(Protocol):
     """The outcome of an evaluation.
 
-    It may also have a method ``files()``, which gives the content of text files that belong into
-    the run folder, by name.
+    It may also have a method ``files()``, which returns the contents of text files for the run
+    folder, by name.
     """
 
     def summary(self) -> dict[str, float]:
-        """Scalars worth logging, by name; those of :attr:`Task.scores` among them."""
+        """Scalars worth logging, by name, including those of :attr:`Task.scores`."""
 
     def table(self) -> str:
-        """A table to be read by a person."""
+        """A table for people to read."""
 
     def to_json(self) -> dict[str, Any]:
         """The whole result in JSON types."""
 
 
 class Score(NamedTuple):
-    """A number of :meth:`Result.summary` by which trained models are compared.
+    """A number of :meth:`Result.summary` that compares trained models.
 
     Attributes:
-      key: its name there; a result may lack it.
+      key: its name in the summary; a result may lack it.
       label: for tables, with the unit.
-      higher_is_better: whether it is an accuracy, say, rather than a perplexity.
-      factor: by which it is multiplied to be shown: 100 for a share in per cent.
+      higher_is_better: whether more is better, as for an accuracy but not a perplexity.
+      factor: multiplies the number for display: 100 for a share in per cent.
     """
 
     key: str
@@ -65,15 +65,16 @@ class Task(Protocol):
     """The interface of a task to the training loop and the command line.
 
     It may also have a method ``prepare(options, limit)``, called before training with the tokens
-    that the model accepts (None: any number): it raises ValueError if something is missing that
-    training or evaluation will read, or does not fit, and says in a line how much it is. With
-    ``training_sequences``, the number of sequences in an epoch, and ``held_out_batch(size)``, a
-    batch that is not trained on or None, training says how the loss of that batch goes.
+    that the model accepts (None: any number). It raises ValueError if data for training or
+    evaluation is missing or does not fit, and returns a line that says how much there is. A task
+    may also have ``training_sequences``, the number of sequences in an epoch, and
+    ``held_out_batch(size)``, a batch that is not trained on, or None. Training then reports that
+    batch's loss.
 
     Attributes:
       Evaluation: a frozen dataclass, every field with a default: the options of :meth:`evaluate`,
         which a config gives as ``evaluation``.
-      scores: what models are compared by, the most telling one first.
+      scores: the scores that compare models, the most telling one first.
       vocab_size: number of token ids.
       sequence_length: T, the fixed length of every training sequence in tokens.
     """
@@ -94,25 +95,25 @@ class Task(Protocol):
     ) -> grain.IterDataset:
         """Batches ``{"inputs", "targets": int32 [B, T], "weights": float32 [B, T]}``.
 
-        ``targets`` are the inputs moved on by one token; the loss is weighted by ``weights``. Where
-        a sequence holds several documents, also ``"segment_ids"`` and ``"positions"``, int32
-        [B, T]. ``batch_size`` counts the examples of all processes together.
+        ``targets`` are the inputs shifted by one token; ``weights`` weight the loss. If a sequence
+        holds several documents, there are also ``"segment_ids"`` and ``"positions"``, int32 [B, T].
+        ``batch_size`` counts the examples of all processes together.
         """
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
         """Judges a trained model; ``options`` is an instance of ``Evaluation``."""
 
     def encode(self, text: str) -> Sequence[int] | np.ndarray:
-        """Tokens of a prompt in ordinary writing; ValueError if it is none."""
+        """Tokens of a prompt in ordinary writing; ValueError for other text."""
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """The tokens as text."""
 
     def read_result(self, record: Any) -> Result:
-        """The result that :meth:`Result.to_json` described; ValueError if it is none."""
+        """The result that :meth:`Result.to_json` described; ValueError for other records."""
 
     def samples(self, trained: Trained, options: Any) -> Sequence[str]:
-        """A few lines that show what a trained model does when it is asked something unseen."""
+        """A few lines that show what a trained model does with unseen prompts."""
 
 
 def get_task(name: str, /, **options: Any) -> Task:
@@ -137,5 +138,5 @@ def task_name(task: Task) -> str:
 
 
 def program(task: Task) -> str:
-    """The module with a ``main`` that knows a task: that of the package which has the task."""
+    """The ``main`` module of the package that defines a task."""
     return f"{type(task).__module__.partition('.')[0]}.main"

@@ -5,21 +5,21 @@ A text is a list of distinct tokens, then queries, each an offset k and a token 
     m c x a k +2 c? +1 a?          two places after c stands a, and k after a
 
 That is a training text; a person asks one question at a time, ``m c x a k +2 c?``. A query's token
-has a symbol of its own, ``c?`` for ``c``, and so has every offset; the answer is due after the
-query's token and is not fed back. Nothing but the list says what follows what: lists are random.
+has its own symbol, ``c?`` for ``c``, and so does every offset. The answer is due after the query's
+token and is not fed back. Lists are random, so only the list tells what follows what.
 
-**Why.** Attention finds x by content. What is asked for then is a place relative to that one, not
-to the query. A fixed encoding addresses relative to where the query stands, so it must have carried
-each token's neighbours into it beforehand, for all offsets. An encoding whose state follows
-attention can hold the place of x after one layer, and look k places further on in the next.
+**Why.** Attention finds x by content. The question then asks for a place relative to x, not to the
+query. A fixed encoding addresses places relative to the query, so it must have carried each token's
+neighbours into that token beforehand, for all offsets. If an encoding's state follows attention, it
+can hold the place of x after one layer, and look k places further in the next.
 
-**What varies.** ``distractors`` are up to so many random signs in front of the list, ``gap`` up to
-so many between the list and the queries. Lists longer than those trained on, distractors and gaps
-beyond theirs are asked for in evaluation. An offset is a symbol, of which a model knows nothing
-unless it was trained: there is no question with an unseen one.
+**What varies.** Up to ``distractors`` random signs stand in front of the list, and up to ``gap``
+between the list and the queries. Evaluation asks for longer lists, more distractors and longer gaps
+than training. An offset is a symbol, and a model knows nothing of an untrained symbol: no question
+has an unseen offset.
 
-**Held out.** A hash of offset, token and answer keeps one combination in ten from being trained,
-wherever it comes up; only these are asked.
+**Held out.** A hash of offset, token and answer keeps one combination in ten out of training,
+wherever it occurs; evaluation asks only these.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AddressEvaluation(PlaceEvaluation):
 
 @dataclasses.dataclass(frozen=True)
 class Address(PlaceTask):
-    """Addressing (the module's text describes it).
+    """Addressing (see the module docstring).
 
     Attributes:
       offsets: K; offsets are 1..K.
@@ -76,7 +76,7 @@ class Address(PlaceTask):
       questions: queries of a training text.
       distractors: the greatest number of signs in front of a list.
       gap: the greatest number of signs between a list and its queries.
-      rows: of the grid (:class:`AddressEvaluation`, which sets it); training does not depend on it.
+      rows: those of the grid (:class:`AddressEvaluation` sets them); training ignores them.
     """
 
     kind: ClassVar[str] = "address"
@@ -117,7 +117,7 @@ class Address(PlaceTask):
 
     @property
     def trained_rows(self) -> int:
-        """The greatest number of a row in training."""
+        """The greatest row in training."""
         return getattr(self, "offsets" if self.rows == "offset" else self.rows)
 
     @property
@@ -148,7 +148,7 @@ class Address(PlaceTask):
 
     @property
     def form(self) -> str:
-        """The description of a question, with an example, in error messages."""
+        """The description of a question, with an example, for error messages."""
         first, *_, last = self.listed
         return (
             f"up to {self.symbols} distinct tokens from {first} to {last}, an offset from +1 to "
@@ -253,7 +253,7 @@ class Address(PlaceTask):
     ) -> AddressResult:
         """Measures exact match by row and by the length of the list, and where the model points.
 
-        The same is asked again with the encoding as before training, if it has learned anything.
+        It asks the same again with the encoding as before training, if that has parameters.
         """
         asked = self._by(options)
         without = untrained(trained)

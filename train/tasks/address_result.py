@@ -15,13 +15,13 @@ from train.evaluation.inside import look
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pointing:
-    """The places that the last token of questions points at, as means over those of each offset.
+    """The places that the last token of a question points at, averaged for each offset.
 
     Attributes:
-      places: [R], of a list's tokens, counted from the one that is asked about, which is 0.
-      attention: float [L, H, K, R], by layer, head and offset the probability of each place.
-      states: float [L, H, K, R], the cosine between the state that enters each layer, and those of
-        each place that enter the first; None for encodings without a state.
+      places: [R], places in the list, relative to the token that is asked about (0).
+      attention: float [L, H, K, R], the probability of each place, by layer, head and offset.
+      states: float [L, H, K, R], the cosine between the last token's state entering each layer and
+        each place's state entering the first; None for encodings without a state.
     """
 
     places: np.ndarray
@@ -51,7 +51,7 @@ def point(trained: Trained, tokens: np.ndarray, found: np.ndarray, length: int) 
 
     Args:
       trained: the model.
-      tokens: integers [K, S, T]: S questions of each offset, which begin with lists.
+      tokens: integers [K, S, T]: S questions of each offset, which start with lists.
       found: int [K, S], the places of the tokens that are asked about.
       length: tokens of each list.
     """
@@ -90,7 +90,7 @@ class AddressResult:
     Attributes:
       rows: what the rows of the grids are.
       grid: exact match.
-      pointing: where questions point; None if the model does not take any.
+      pointing: where questions point; None if too long for the model.
       without: exact match with the encoding as before training; None if it has learned nothing.
     """
 
@@ -130,7 +130,7 @@ class AddressResult:
 
         Args:
           record: of JSON types.
-          wording: of the questions, by what the rows are.
+          wording: of the questions, given the rows.
 
         Raises:
           ValueError: ``record`` is something else.

@@ -14,7 +14,7 @@ without a leading zero.
 **Held-out pairs.** A hash of the unordered pair keeps one pair in ten out of training, so that
 neither ``a+b`` nor ``b+a`` has been seen when it is asked. The hash is fixed: every seed, length
 and model shares the same held-out pairs. Pairs of lengths with fewer than 10,000 sums (1+1, 1+2,
-2+2 and 1+3 digits) are too few to be divided: there training and evaluation share all sums, and
+2+2 and 1+3 digits) are too few to be divided: training and evaluation share all their sums, and
 results mark them.
 """
 
@@ -55,10 +55,10 @@ class AdditionEvaluation(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Addition(DigitQuestions):
-    """The addition task (the module's text describes its form and its held-out pairs).
+    """The addition task (the module docstring describes its form and its held-out pairs).
 
     The symbols of a question are the digits of both operands, uint8 [2, B, W], least significant
-    digit first, and zero from their lengths on.
+    digit first, and zero beyond their lengths.
 
     Attributes:
       max_digits: N; both operands are trained with 1..N digits.
@@ -87,7 +87,7 @@ class Addition(DigitQuestions):
 
     def number(self, *lengths: Any) -> np.ndarray:
         """Returns how many ordered sums a + b have operands of these lengths, as float64."""
-        # Beyond 100 digits the exact count matters to nobody, and float64 ends at 308.
+        # Beyond 100 digits the exact count does not matter, and float64 ends at 308.
         a, b = (np.where(np.equal(n, 1), 10, 9 * 10.0 ** np.minimum(n, 100) / 10) for n in lengths)
         return a * b
 

@@ -1,4 +1,4 @@
-"""Questions and answers in digits and a few signs: their vocabulary, and how they are written."""
+"""Questions and answers in digits and a few signs: vocabulary and writing."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def write(prompt: Sequence[Part], answer: Sequence[Part], width: int) -> Written
     """Joins the parts of prompts and their answers.
 
     Args:
-      prompt: tokens [B, W], each row of which may hold ``PAD`` in between; or one token for all.
+      prompt: each part is tokens [B, W], possibly with ``PAD`` in between, or one token for all.
       answer: likewise.
       width: tokens of a row of the result.
 
     Returns:
-      tokens uint8 [B, width], padded at the end; tokens [B] of each prompt; and of prompt and
-      answer together.
+      tokens uint8 [B, width], padded at the end; the length [B] of each prompt; and that of prompt
+      and answer together.
     """
     parts = [*prompt, *answer]
     count = next(len(part) for part in parts if not isinstance(part, int))
@@ -102,7 +102,7 @@ class DigitQuestions(QuestionTask):
         return VOCABULARY.decode(tokens)
 
     def ordinary_answer(self, digits: str) -> str:
-        """Ordinary writing of an answer from its digits in the order in which they are trained."""
+        """The ordinary writing of an answer from its digits in trained order."""
         return digits[::-1]
 
     def read_answer(self, tokens: Sequence[int] | np.ndarray) -> str:
@@ -119,10 +119,10 @@ class DigitQuestions(QuestionTask):
 
 
 def read_operands(text: str, pattern: str, expected: str) -> re.Match[str]:
-    """A question that matches ``pattern``, with or without spaces around it and a final ``=``.
+    """Matches a question with ``pattern``, allowing spaces around it and a final ``=``.
 
     Raises:
-      ValueError: a character outside the vocabulary, or another text than ``expected``.
+      ValueError: a character outside the vocabulary, or a text other than ``expected``.
     """
     VOCABULARY.encode(text)
     match = re.fullmatch(rf" *{pattern} *=? *", text)

@@ -1,4 +1,4 @@
-"""Passkey retrieval as a task of its own, small enough to be learned on a CPU.
+"""Passkey retrieval as a task of its own, small enough to learn on a CPU.
 
 The questions are those of :mod:`train.tasks.retrieval` in bytes, without the announcement and with
 one statement of the key; some keys are held out of training.
@@ -41,10 +41,10 @@ class PasskeyEvaluation:
 
     Attributes:
       factors: lengths in multiples of the trained one, ascending.
-      depths: parts of the text, of equal size, in which the key is hidden in turn.
+      depths: number of equal parts of the text that hide the key in turn.
       trials: questions for each length and depth.
-      seed: of keys and places.
-      batch_tokens: tokens of one pass, if a question has no more.
+      seed: decides keys and places.
+      batch_tokens: tokens of one pass, unless one question has more.
     """
 
     factors: tuple[int, ...] = (1, 2, 4)
@@ -60,11 +60,11 @@ class PasskeyEvaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Passkey(GridTask):
-    """Passkey retrieval learned from nothing, in bytes (:data:`train.tasks.retrieval.SHORT`).
+    """Passkey retrieval learned from scratch, in bytes (:data:`train.tasks.retrieval.SHORT`).
 
-    Every training example is a question of one length, its key at a uniformly random place and its
-    filler cut out at a random byte; the loss counts the answer only. One key in ten is held out of
-    training, by a hash, and only those are asked for.
+    Every training example is a question of one length. Its key is at a uniformly random place and
+    its filler starts at a random byte; the loss counts only the answer. A hash holds one key in ten
+    out of training, and evaluation asks only for those.
 
     Attributes:
       sequence_length: T, the tokens of every training example.
@@ -99,11 +99,11 @@ class Passkey(GridTask):
         return tuple(self.codec.encode("0123456789"))
 
     def keys(self, *, held_out: bool) -> np.ndarray:
-        """The keys that are held out of training, or those that are not: int [K], ascending."""
+        """The keys held out of training, or those trained on: int [K], ascending."""
         return split_keys(_keys(self.digits))[held_out]
 
     def examples_to_learn(self, rng: np.random.Generator, size: int) -> synthetic.Batch:
-        """Questions about keys that are not held out; the answer counts."""
+        """Questions about keys that are not held out; only the answer counts."""
         keys = self.keys(held_out=False)
         return training_batch(self.codec, SHORT, keys, self.sequence_length, size, rng)
 

@@ -1,9 +1,9 @@
-"""Texts of symbols with places at which an answer is due, one symbol that is not fed back.
+"""Texts of symbols with places where an answer is due, one symbol that is not fed back.
 
-A text of the training stream has many such places. An evaluation asks for one, the last, in a grid
-of two numbers, such as an offset and the length of a list. A task is a :class:`PlaceTask`: it says
-what its symbols are called, makes random texts with their answers, and reads one that a person
-wrote. The class does the rest.
+A text of the training stream has many such places. An evaluation asks only for the last one, in a
+grid of two numbers, such as an offset and the length of a list. A task subclasses
+:class:`PlaceTask`: it names its symbols, makes random texts with their answers, and reads a text
+that a person wrote. The base class does the rest.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from train.tasks.questions import Options, Questions, QuestionTask, Written, sco
 
 PAD, PADDING = 0, "<pad>"
 HASHED = 12
-# After so many draws without a question that may be asked there is none.
+# If so many draws give no question to ask, none is assumed to exist.
 DRAWS = 100
 
-# What rows and columns of a grid differ in, and the unit of columns.
+# The quantities of a grid's rows and columns, and the unit of columns.
 Called = tuple[str, str, str]
 
 
@@ -38,7 +38,7 @@ class PlaceEvaluation(Options):
     """The options of an evaluation of the answers at places.
 
     Attributes:
-      longest: the greatest number of a column asked for; None: the task's own.
+      longest: the greatest column asked for; None: the task's own.
       samples: questions of each cell.
       shapes: how many sequence lengths to compile for.
     """
@@ -51,11 +51,11 @@ class Texts(NamedTuple):
     """B texts of at most W tokens with Q answers each.
 
     Attributes:
-      tokens: integers [B, W], ``PAD`` from a text's end on.
+      tokens: integers [B, W], ``PAD`` after a text's end.
       places: int [B, Q], ascending, of the tokens after which an answer is due.
-      answers: integers [B, Q], the tokens to be said there; ``PAD`` where none is due after all,
-        or, of a text with one question, where it is not to be asked.
-      hashed: integers [B, Q, H], by which it is decided whether an answer is held out of training.
+      answers: integers [B, Q], the tokens due there; ``PAD`` if none is due after all, or if a
+        text's only question is not to be asked.
+      hashed: integers [B, Q, H], which decide whether an answer is held out of training.
     """
 
     tokens: np.ndarray
@@ -67,8 +67,8 @@ class Texts(NamedTuple):
 class PlaceTask(QuestionTask):
     """Texts with answers of one token each, asked for in a grid of two numbers.
 
-    The symbols of a question are the tokens of its text, its answer the last, [1, B, W]; its
-    lengths are the row and the column of the grid.
+    The symbols of a question are the tokens of its text, [1, B, W], its answer last; its lengths
+    are the row and the column of the grid.
     """
 
     operands: ClassVar[int] = 2
@@ -76,17 +76,17 @@ class PlaceTask(QuestionTask):
 
     @property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """The names of tokens, by a letter for each kind of them."""
+        """The names of tokens, by a letter for each kind."""
         raise NotImplementedError
 
     @property
     def form(self) -> str:
-        """The description of a question in error messages."""
+        """The description of a question for error messages."""
         raise NotImplementedError
 
     @property
     def trained(self) -> tuple[range, range]:
-        """The numbers of rows and columns in training, all of a column equally likely."""
+        """The rows and columns in training; all columns are equally likely."""
         raise NotImplementedError
 
     def texts(
@@ -95,9 +95,10 @@ class PlaceTask(QuestionTask):
         """Random texts.
 
         Args:
-          rng: of what is random.
+          rng: draws what is random.
           columns: int [B].
-          rows: int [B], of texts with one question; None: as many as in training, of any rows.
+          rows: int [B], for texts with one question; None: as many questions as in training, of any
+            rows.
         """
         raise NotImplementedError
 
@@ -109,7 +110,7 @@ class PlaceTask(QuestionTask):
         """Row, column and answer of a text [W] that ends where an answer is due.
 
         Raises:
-          ValueError: it is no such text.
+          ValueError: for any other text.
         """
         raise NotImplementedError
 
@@ -125,7 +126,7 @@ class PlaceTask(QuestionTask):
         return dict(zip(self.alphabets, itertools.accumulate(sizes), strict=False))
 
     def parts(self, pattern: str, tokens: np.ndarray) -> list[list[int]]:
-        """The groups of a text whose kinds match a regular expression, counted from the first.
+        """Splits a text by a regular expression over kinds; tokens count from their kind's first.
 
         Raises:
           ValueError: it does not match.
@@ -142,12 +143,12 @@ class PlaceTask(QuestionTask):
 
     @property
     def longest_column(self) -> int:
-        """The greatest number of a column that is asked for unless options say so."""
+        """The greatest column that is asked for by default."""
         return min(self.reach * self.trained_length, self.most or sys.maxsize)
 
     @property
     def trained_length(self) -> int:
-        """The greatest number of a column in training."""
+        """The greatest column in training."""
         return self.trained[1][-1]
 
     @property
@@ -166,11 +167,11 @@ class PlaceTask(QuestionTask):
         return self.widest(column, row) + 1
 
     def number(self, *lengths: Any) -> np.ndarray:
-        """Returns infinity: texts are random, and there are more than anybody asks for."""
+        """Returns infinity: there are always more random texts."""
         return np.full(np.broadcast_shapes(*map(np.shape, lengths)), np.inf)
 
     def examples_to_learn(self, rng: np.random.Generator, size: int) -> synthetic.Batch:
-        """Texts of which the answers count, but for those that are held out."""
+        """Texts in which only the answers that are not held out count."""
         drawn, places, answers, hashed = self.texts(rng, rng.choice(self.trained[1], size))
         tokens = np.zeros((size, self.sequence_length), np.int32)
         tokens[:, : drawn.shape[1]] = drawn
@@ -182,10 +183,10 @@ class PlaceTask(QuestionTask):
         return {"inputs": tokens, "targets": targets, "weights": weights}
 
     def choose(self, rng: np.random.Generator, lengths: Sequence[int], samples: int) -> Questions:
-        """Held-out questions; one may come twice.
+        """Draws held-out questions; one may occur twice.
 
         Raises:
-          ValueError: there seem to be none.
+          ValueError: none seem to exist.
         """
         found: list[np.ndarray] = []
         while sum(map(len, found)) < samples:
@@ -256,7 +257,7 @@ class PlaceTask(QuestionTask):
         return [text for cell in cells for text in self.ordinary(self.ask(cell, 1, seed))]
 
     def longest_asked(self, options: Options) -> int:
-        """The greatest number of a column asked for."""
+        """The greatest column asked for."""
         return self.longest_column if options.longest is None else options.longest
 
     def counted(self, *lengths: int) -> int:
@@ -266,7 +267,7 @@ class PlaceTask(QuestionTask):
         return max(column, self.trained_length + beyond) if beyond > 0 else column
 
     def is_shared(self, *lengths: int) -> bool:
-        """Returns False: what is held out is asked at all lengths."""
+        """Returns False: held-out questions are asked at all lengths."""
         return False
 
     @property
@@ -276,11 +277,11 @@ class PlaceTask(QuestionTask):
 
     @property
     def most(self) -> int | None:
-        """The greatest number of a column that can be asked for; None: any."""
+        """The greatest column that can be asked for; None: any."""
         return None
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """The rows that are trained, and columns from the shortest trained one on."""
+        """The trained rows, and columns from the shortest trained one on."""
         shortest, longest = self.trained[1][0], self.longest_asked(options)
         require(
             shortest <= longest and (self.most is None or longest <= self.most),
@@ -323,7 +324,7 @@ class PlaceTask(QuestionTask):
 
     @property
     def guess(self) -> int:
-        """The number of answers among which a guess chooses."""
+        """The number of answers that a guess chooses from."""
         raise NotImplementedError
 
     def introduction(self, grid: Grid) -> str:
@@ -370,6 +371,6 @@ def tokens_before(tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 def _held_out(hashed: np.ndarray) -> np.ndarray:
     """Returns whether each answer is held out of training: bool [B, Q]."""
-    # Counted from one, for zeros at the end of a row do not matter.
+    # Counted from one, because zeros at the end of a row do not matter.
     rows = hashed.reshape(1, -1, hashed.shape[-1]) + 1
     return held_out.symbols(rows).reshape(hashed.shape[:-1])

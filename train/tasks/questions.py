@@ -1,8 +1,9 @@
-"""One way to write a task of questions and answers in symbols, judged by exact match.
+"""Base classes for tasks of questions and answers in symbols, judged by exact match.
 
-A task is a :class:`QuestionTask`: it says which questions there are, how one is drawn and written,
-and by which symbols a hash holds it out of training. The class does the rest: the training stream,
-which questions are asked, a grid of scores over their lengths, and what the model answers to one.
+A task subclasses :class:`QuestionTask`: it says which questions exist, how one is drawn and
+written, and which symbols are hashed to hold it out of training. The base class does the rest: the
+training stream, the choice of questions, a grid of scores over their lengths, and the model's
+answer to one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Options:
 
     Attributes:
       longest: the greatest length asked for; None: a multiple of the trained one.
-      seed: of the choice of questions.
+      seed: decides the choice of questions.
       batch_size: questions of one pass.
     """
 
@@ -59,7 +60,7 @@ class Questions(NamedTuple):
 
     Attributes:
       symbols: integers [A, B, W].
-      lengths: int [A, B], by which questions are sorted into cells.
+      lengths: int [A, B], which sort the questions into cells.
     """
 
     symbols: np.ndarray
@@ -84,9 +85,9 @@ class GridTask(synthetic.Stream):
         return self.examples_to_learn(synthetic.generator(seed, TRAINING, index), size)
 
     def validation(self, options: Any) -> Any:
-        """Options of an evaluation whose questions are drawn anew.
+        """Options of an evaluation with a new draw of questions.
 
-        Where hardly more questions exist than are asked, some of them are the same.
+        If hardly more questions exist than are asked, some of them repeat.
         """
         return dataclasses.replace(options, seed=options.seed + VALIDATION_SEED)
 
@@ -101,29 +102,28 @@ class GridTask(synthetic.Stream):
 
 
 class QuestionTask(GridTask):
-    """A task whose questions have lengths, is trained to one length and asked beyond it.
+    """A task with questions of many lengths, trained up to one and asked beyond it.
 
     A cell of its grid holds the questions with one length for each operand. A task is a frozen
-    dataclass that gives
+    dataclass that defines
 
     * its **cells**: :attr:`operands`, :attr:`trained_length` and :meth:`width`, and what a cell
       :meth:`needs` to exist, if not all do;
     * **how many** questions a cell has, :meth:`number`, and all of them, :meth:`every`, which is
-      called where they are few;
+      called if they are few;
     * how random ones are **drawn**, :meth:`draw`;
     * how they are **written**: :meth:`write` as tokens and :meth:`ordinary` as people write them,
       and :meth:`read` and :meth:`read_answer` for the way back, with :meth:`decode` and
       ``vocab_size``; the words of reports are :attr:`wording`, :attr:`heading` and
       :meth:`introduction`;
-    * what is **held out**: :meth:`hashed`, the symbols by which a hash decides, and
-      ``smallest_split``.
+    * what is **held out**: :meth:`hashed`, the symbols that are hashed, and ``smallest_split``.
 
     Attributes:
       operands: A, 1 or 2.
-      reach: up to how many times the trained length is asked, unless options say so.
+      reach: the longest length asked by default, in multiples of the trained one.
       smallest_split: a cell with fewer questions is not divided: training and evaluation share it.
-      drawn_together: whether questions of all lengths are drawn at once, in place of a length
-        after the other. It decides which ones a seed gives.
+      drawn_together: whether questions of all lengths are drawn at once, rather than one length
+        after another. It decides which questions a seed gives.
     """
 
     operands: ClassVar[int] = 1
@@ -149,25 +149,25 @@ class QuestionTask(GridTask):
         raise NotImplementedError
 
     def draw(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Questions:
-        """Random questions of ``lengths`` [A, B]: all columns alike, unless ``drawn_together``.
+        """Draws questions of ``lengths`` [A, B]; all columns are alike unless ``drawn_together``.
 
-        ``longest`` is the greatest length for which there must be room in the symbols.
+        ``longest`` is the greatest length that the symbols must have room for.
         """
         raise NotImplementedError
 
     def draw_again(self, rng: np.random.Generator, questions: Questions, longest: int) -> Questions:
-        """Other questions in place of some that may not be used."""
+        """Draws replacements for questions that may not be used."""
         return self.draw(rng, questions.lengths, longest)
 
     def hashed(self, questions: Questions) -> np.ndarray:
-        """The symbols [A, B, W] by which it is decided what is held out.
+        """The symbols [A, B, W] that decide what is held out.
 
         Neither the order of the operands nor zeros at the end of a row matter.
         """
         return questions.symbols
 
     def write(self, questions: Questions, width: int) -> Written:
-        """Questions with their answers as tokens, in rows of ``width``."""
+        """Writes questions with their answers as tokens, in rows of ``width``."""
         raise NotImplementedError
 
     def ordinary(self, questions: Questions) -> list[str]:
@@ -175,7 +175,7 @@ class QuestionTask(GridTask):
         raise NotImplementedError
 
     def read(self, text: str) -> Questions:
-        """The one question that a person wrote; ValueError if it is none."""
+        """Reads one question that a person wrote; ValueError for other text."""
         raise NotImplementedError
 
     def read_answer(self, tokens: Sequence[int] | np.ndarray) -> str:
@@ -225,7 +225,7 @@ class QuestionTask(GridTask):
     def sample(
         self, rng: np.random.Generator, lengths: np.ndarray, longest: int, *, to_ask: bool = False
     ) -> Questions:
-        """Random questions of ``lengths`` [A, B]; where cells are divided, all held out or none."""
+        """Draws questions of ``lengths`` [A, B]; in divided cells, all are held out or none."""
         found = self.draw(rng, lengths, longest)
         divided = self.is_divided(*lengths)
         while (redo := np.flatnonzero(divided & (self.is_held_out(found) != to_ask))).size:
@@ -234,7 +234,7 @@ class QuestionTask(GridTask):
         return found
 
     def examples_to_learn(self, rng: np.random.Generator, size: int) -> synthetic.Batch:
-        """Examples of which only the answers count."""
+        """Examples in which only the answers count."""
         n, width = self.trained_length, self.sequence_length + 1
         lengths = rng.integers(1, n + 1, (self.operands, size))
         parts = [np.arange(size)]
@@ -255,14 +255,14 @@ class QuestionTask(GridTask):
         }
 
     def ask(self, lengths: Sequence[int], samples: int, seed: int = 0) -> Questions:
-        """Questions of one cell that may be asked.
+        """Chooses questions of one cell to ask.
 
-        Inside the trained range only held-out ones are drawn, or any where they are shared
+        Inside the trained range it draws only held-out ones, or any if they are shared
         (:meth:`is_shared`); beyond it, any. They are distinct, and do not depend on which other
-        cells are asked for. Where fewer than ``samples`` exist, all of them are taken.
+        cells are asked for. If fewer than ``samples`` exist, it takes all of them.
 
         Raises:
-          ValueError: ``samples`` or a length below 1, a length too few or too many, a seed out of
+          ValueError: ``samples`` or a length below 1, a wrong number of lengths, a seed out of
             range, or a cell that does not exist (:meth:`needs`).
         """
         synthetic.require_positive(self.kind, samples=samples)
@@ -300,7 +300,7 @@ class QuestionTask(GridTask):
             each = np.tile(np.array(lengths)[:, None], samples * share)
             return np.hstack([*self.draw(rng, each, max(lengths)).symbols])
 
-        # Random drawing would be slow, or endless, where most of the questions are to be found.
+        # Random drawing would be slow, or endless, if most of the questions must be found.
         if self.number(*lengths) < 2 * held_out.ONE_IN * samples:
             rows = np.hstack([*self.every(*lengths).symbols])
             return questions(select(rows[rng.permutation(len(rows))]))
@@ -315,10 +315,12 @@ class QuestionTask(GridTask):
         """The questions of :meth:`ask` for all cells of a grid, with their answers.
 
         Args:
-          lengths: for each operand those asked for: rows and columns of the grid, or columns only.
+          lengths: for each operand, the lengths asked for: rows and columns of the grid, or columns
+            only.
           samples: questions of each cell.
-          seed: of the choice.
-          limit: tokens that the model accepts; what may be longer is not asked. None: any number.
+          seed: decides the choice.
+          limit: tokens that the model accepts; questions that may be longer are not asked. None:
+            any number.
 
         Raises:
           ValueError: an argument out of range, or no questions.
@@ -339,7 +341,7 @@ class QuestionTask(GridTask):
         )
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Any:
-        """Measures exact match by length; what is too long for the model is not asked.
+        """Measures exact match by length, leaving out questions too long for the model.
 
         Raises:
           ValueError: the longest length was given, and is too long.
@@ -368,7 +370,7 @@ class QuestionTask(GridTask):
     def askable(
         self, lengths: Sequence[Sequence[int]], limit: int | None
     ) -> dict[tuple[int, ...], list[int]]:
-        """The cells of a grid that exist and that a model of ``limit`` tokens takes, by place.
+        """The cells of a grid that exist and fit a model of ``limit`` tokens, by place.
 
         Raises:
           ValueError: there are none.
@@ -398,7 +400,7 @@ class QuestionTask(GridTask):
         )
 
     def prepare(self, options: Any, limit: int | None = None) -> str:
-        """Makes sure before training that the questions of the evaluation exist.
+        """Checks before training that the questions of the evaluation exist.
 
         Args:
           options: of the evaluation.
@@ -422,7 +424,7 @@ class QuestionTask(GridTask):
         return (range(1, self.longest_asked(options) + 1),) * self.operands
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Returns what a cell needs to have questions, in words, and whether it is so."""
+        """Returns the conditions for a cell to have questions, in words, and whether they hold."""
         return {}
 
     def exists(self, *lengths: int) -> bool:
@@ -454,7 +456,7 @@ class QuestionTask(GridTask):
         )
 
     def unseen(self, seed: int) -> list[str]:
-        """Two questions of the trained length that were held out, and one of the next length."""
+        """Two held-out questions of the trained length, and one of the next length."""
         n = self.trained_length
         asked = ((n, 2), (n + 1, 1))
         found = [self.ask([length] * self.operands, count, seed) for length, count in asked]
@@ -469,7 +471,7 @@ class QuestionTask(GridTask):
         """The prompt for a question in ordinary writing, as in training: int32 [P].
 
         Raises:
-          ValueError: it is none.
+          ValueError: for other text.
         """
         tokens, start = self._written(text)
         return tokens[:start].astype(np.int32)
@@ -480,12 +482,12 @@ class QuestionTask(GridTask):
         return self.read_answer(tokens[start:])
 
     def longest_answer(self, text: str) -> int:
-        """Tokens of the longest answer that questions of the lengths of this one have."""
+        """Tokens of the longest answer to any question of the same lengths."""
         tokens, start = self._written(text)
         return len(tokens) - start
 
     def _written(self, text: str) -> tuple[np.ndarray, int]:
-        """A question with its answer, as wide as any of its cell, and the tokens of its prompt."""
+        """A question with its answer, padded to its cell's width, and the length of its prompt."""
         questions = self.read(text)
         width = self.width(*questions.lengths[:, 0].tolist())
         tokens, starts, _ = self.write(questions, width)
@@ -511,9 +513,9 @@ def scores_by_range(
     """Accuracies beyond the trained range, then those inside it.
 
     Args:
-      measures: by the beginning of their keys, what stands in front of the range in a label.
+      measures: the text in front of the range in a label, by the start of a key.
       trained: the end of the range.
-      inside: what it is to be inside.
+      inside: the words for being inside it.
     """
     return tuple(
         Score(f"{key}_{where}", f"{label}{range} {trained}, %", True, 100)

@@ -1,18 +1,18 @@
-"""Passkey retrieval: a number is hidden in a long text of no interest, and asked for at its end.
+"""Passkey retrieval: a long irrelevant text hides a number and asks for it at its end.
 
 The form is that of the context extension of TAPE (arXiv:2501.00712), taken there from
 Mohtashami and Jaggi (arXiv:2305.16300): an announcement, filler sentences, a line that states a key
 of 1..50,000 twice, more filler, and a question that ends where the key must follow. An answer is
-right if its greedy continuation is exactly the tokens of the key.
+right if the greedy continuation is exactly the tokens of the key.
 
 **Lengths.** A question of length L gives the model exactly L tokens to read, whatever the
-tokenizer: the prompt, and all tokens of the answer but the last. The filler makes up for the rest.
+tokenizer: the prompt, and all tokens of the answer but the last. The filler takes up the rest.
 
 **Depths.** The places where the key may stand are cut into parts of equal size, from the start of
 the filler (0 %) to its end (100 %), and every part has equally many questions, each at a random
 place in it.
 
-A task that learns it from nothing is :mod:`train.tasks.passkey`.
+:mod:`train.tasks.passkey` is a task that learns it from scratch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ FRACTIONS = (8, 4, 2, 1, 0.5, 0.25, 0.125)
 
 
 class Pieces(NamedTuple):
-    """The tokens of one question, but for the filler."""
+    """The tokens of one question without the filler."""
 
     start: list[int]
     statement: list[int]
@@ -84,7 +84,7 @@ class Pieces(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens to be read if there were no filler: all but the last one of the answer."""
+        """Tokens to be read without filler: all except the last one of the answer."""
         return sum(map(len, self)) - 1
 
 
@@ -114,13 +114,13 @@ def filler_tokens(codec: tokenizers.Tokenizer, text: str, count: int) -> np.ndar
 
 
 def compose(parts: Pieces, filler: np.ndarray, length: int, place: float) -> np.ndarray:
-    """A question of ``length`` tokens to be read, followed by the last token of its answer.
+    """Composes a question of ``length`` tokens to read and the last token of its answer.
 
     Args:
-      parts: all but the filler.
-      filler: tokens, of which as many are taken as are missing.
+      parts: all except the filler.
+      filler: tokens; as many are taken as are missing.
       length: tokens that the model reads.
-      place: from 0 to 1, how much of the filler stands before the key.
+      place: share of the filler that stands before the key, from 0 to 1.
 
     Returns:
       int32 [length + 1]
@@ -157,16 +157,16 @@ def questions(
     form: Form = LONG,
     keys: Sequence[int] = LONG_KEYS,
 ) -> list[Examples]:
-    """Questions of each length, whose cells are depth and length.
+    """Questions of each length, with depth and length as cells.
 
     Those of one length do not depend on which other lengths are asked for.
 
     Args:
       codec: of the model.
       lengths: tokens to be read, ascending.
-      depths: number of parts in which the key is hidden in turn.
+      depths: number of parts that hide the key in turn.
       trials: questions for each depth.
-      seed: of keys and places.
+      seed: decides keys and places.
       form: their wording.
       keys: to choose from.
 
@@ -203,7 +203,7 @@ def training_batch(
     size: int,
     rng: np.random.Generator,
 ) -> synthetic.Batch:
-    """Questions to learn from: the key at any place, the filler cut out anywhere.
+    """Questions to learn from: the key at any place, the filler starting anywhere.
 
     Returns:
       ``inputs`` and ``targets``, int32 [size, length], and ``weights``, float32 [size, length]: 1
@@ -232,13 +232,13 @@ def training_batch(
 
 @functools.lru_cache(maxsize=8)
 def _filler(codec: tokenizers.Tokenizer, text: str, length: int) -> tuple[int, np.ndarray]:
-    """Tokens of one repetition of ``text``, and tokens from any of which ``length`` follow."""
+    """The number of tokens of ``text``, and filler of at least ``length`` more tokens."""
     period = len(codec.encode(text))
     return period, filler_tokens(codec, text, period + length)
 
 
 def require_options(lengths: Sequence[int], depths: int, trials: int, seed: int) -> None:
-    """Raises ValueError unless :func:`questions` can be asked so."""
+    """Raises ValueError unless :func:`questions` accepts the options."""
     synthetic.require_positive("passkey", depths=depths, trials=trials)
     synthetic.require_seed("passkey", seed)
     require(
@@ -259,18 +259,18 @@ def retrieve(
     """Measures exact match by depth (rows) and length (columns).
 
     Args:
-      trained: the model. It is not asked what is too long for it.
-      asked: of :func:`questions`.
+      trained: the model. Questions too long for it are not asked.
+      asked: from :func:`questions`.
       trained_length: the longest length that counts as trained, in tokens.
-      batch_tokens: tokens of one pass, if a question has no more.
-      progress: called with the numbers of questions done and to be done.
+      batch_tokens: tokens of one pass, unless one question has more.
+      progress: called with the number of questions done and the total.
     """
     lengths = [examples.tokens.shape[1] - 1 for examples in asked]
     able = [e for e, n in zip(asked, lengths, strict=True) if fits(n, trained.max_length)]
     total = sum(len(examples) for examples in able)
     programs = getattr(trained, "programs", None)
     right: list[np.ndarray] = []
-    # The longest first, so that what does not fit into the memory is known at once.
+    # The longest come first, so that a pass too large for memory fails at once.
     for examples in reversed(able):
         found = exact_match(
             AtPlaces(trained.model),

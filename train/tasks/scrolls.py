@@ -1,11 +1,11 @@
-"""SCROLLS: questions about long documents, and their summaries, to be answered in writing.
+"""SCROLLS: questions about long documents, and their summaries, answered in writing.
 
 The setting is that of TAPE's fine-tuning (arXiv:2501.00712, Table 5) on the benchmark's subsets and
 splits (:mod:`train.tasks.scrolls_files`), judged by its metrics
 (:mod:`train.tasks.scrolls_metrics`).
 
-**Prompts.** The benchmark writes the question before the document; here, it follows it, so that the
-answer stands beside the question whatever the length of the document::
+**Prompts.** The benchmark writes the question before the document. Here, the question follows the
+document, so that it stands beside the answer whatever the document's length::
 
     DOCUMENT                                DOCUMENT
 
@@ -14,9 +14,9 @@ answer stands beside the question whatever the length of the document::
     ANSWER<eos>
 
 **Truncation.** A prompt and the longest answer, ``answer_length`` tokens, take at most
-``sequence_length`` tokens together. Where they would take more, the end of the document is cut off,
-as in the benchmark's own baselines; the question never is. A training example keeps the same room,
-so that its prompt is that of evaluation; a longer answer loses its end, and then has no ``<eos>``.
+``sequence_length`` tokens together. If they would take more, the end of the document is cut off, as
+in the benchmark's own baselines; the question never is. A training example keeps the same room, so
+that its prompt is that of evaluation; a longer answer loses its end, and then has no ``<eos>``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScrollsEvaluation:
     Attributes:
       split: ``validation``, ``train``, or ``test``, whose right outputs are not published: it gives
         predictions without scores.
-      limit: only so many examples, the first; None: all, which the benchmark expects.
+      limit: number of examples, from the first; None: all, as the benchmark expects.
       batch_size: examples that are answered at once.
       shapes: how many lengths of prompts to compile for.
     """
@@ -76,7 +76,7 @@ class Question(NamedTuple):
 
     Attributes:
       prompt: token ids, int32 [P].
-      outputs: the right answers; none where they are not published.
+      outputs: the right answers; empty if they are not published.
     """
 
     prompt: np.ndarray
@@ -85,7 +85,7 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of examples as tokens (the module's text describes it).
+    """The layout of examples as tokens (see the module docstring).
 
     Attributes:
       codec: the tokenizer, which has ``<eos>``.
@@ -109,7 +109,7 @@ class Layout:
         return self.stop if self.codec.pad is None else self.codec.pad
 
     def prompt(self, record: ScrollsRecord) -> np.ndarray:
-        """The tokens after which the answer must follow, int32 [P].
+        """The tokens that the answer must follow, int32 [P].
 
         Raises:
           ValueError: if the question alone leaves no room for the answer.
@@ -131,7 +131,7 @@ class Layout:
         return np.array([*self.codec.encode(output), self.stop][: self.longest_answer], np.int32)
 
     def _first_tokens(self, text: str, count: int) -> list[int]:
-        """The first ``count`` tokens of a text, of which not much more is read than necessary."""
+        """The first ``count`` tokens of a text, reading little more of it than necessary."""
         size = _CHARACTERS_PER_TOKEN * (count + 1)
         while len(tokens := self.codec.encode(text[:size])) <= count and size < len(text):
             size *= 2
@@ -140,10 +140,10 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Scrolls(Tokenized):
-    """One subset of SCROLLS (the module's text describes prompts and truncation).
+    """One subset of SCROLLS (the module docstring describes prompts and truncation).
 
-    Making one reads no data. Training goes through every pair of input and output of the ``train``
-    split, in a pseudo-random order that is another one in each pass.
+    Constructing it reads no data. Training visits every pair of input and output of the ``train``
+    split, in a new pseudo-random order in each pass.
 
     Attributes:
       subset: one of :data:`train.tasks.scrolls_files.SUBSETS`.
@@ -201,10 +201,10 @@ class Scrolls(Tokenized):
     def dataset(
         self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
     ) -> grain.IterDataset:
-        """The endless stream of training batches, whose loss counts the answers only.
+        """The endless stream of training batches, in which the loss counts only the answers.
 
-        How it is divided among processes: :func:`train.data.synthetic.dataset`. Restored on other
-        examples, its iterator raises ValueError (:class:`train.data.synthetic.OfOneText`).
+        :func:`train.data.synthetic.dataset` divides it among processes. The iterator raises
+        ValueError if restored on other examples (:class:`train.data.synthetic.OfOneText`).
 
         Args:
           seed: 0..2**32 - 1, the same in all processes.
@@ -236,7 +236,7 @@ class Scrolls(Tokenized):
             yield layout.prompt(record), layout.answer(record.output)
 
     def questions(self, split: str, limit: int | None = None) -> dict[str, Question]:
-        """The first ``limit`` examples of a split, or all, by id; their outputs are put together.
+        """The first ``limit`` examples of a split, or all, by id, each with all its outputs.
 
         Raises:
           ValueError: data that cannot be read, or a question that does not fit.
@@ -316,7 +316,7 @@ class _Rows:
     Attributes:
       pairs: prompt and answer, int32 [P] and [A].
       length: T.
-      pad: the token behind the answer.
+      pad: the token after the answer.
     """
 
     pairs: Sequence[tuple[np.ndarray, np.ndarray]]

@@ -1,12 +1,12 @@
 """The files of SCROLLS (Shaham et al. 2022, arXiv:2201.03533): subsets, records and questions.
 
-The benchmark has one archive a subset, with a file for each split::
+The benchmark has one archive per subset, with a file for each split::
 
     qasper.zip: qasper/train.jsonl, qasper/validation.jsonl, qasper/test.jsonl
 
-of which each line is a record: ``id``, ``pid`` (not used), ``input``, ``output``. An id that
-appears several times has several right outputs; those of test files are not published. Archives may
-be read as they are or unpacked; from one, members are only ever read, never extracted.
+Each line is a record: ``id``, ``pid`` (not used), ``input``, ``output``. An id that appears several
+times has several right outputs; those of test files are not published. Archives may be packed or
+unpacked; members of an archive are only read, never extracted.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Subset:
     """One of the benchmark's data sets.
 
     Attributes:
-      metric: by which the benchmark judges it: ``f1``, ``exact_match`` or ``rouge``.
-      answer_length: tokens that an answer may take, unless a task says otherwise.
-      question: matches the question at the start of an input, up to the blank line behind it; None:
-        there is none, the document is to be summarised.
+      metric: the metric of the benchmark: ``f1``, ``exact_match`` or ``rouge``.
+      answer_length: tokens that an answer may take by default.
+      question: matches the question at the start of an input, up to the blank line after it; None:
+        no question, the document is to be summarised.
     """
 
     metric: str
@@ -62,10 +62,9 @@ class ScrollsRecord(NamedTuple):
     Attributes:
       where: file and line, for error messages.
       id: of the example.
-      question: how the document is to be judged or what to look for in it; empty if it is to be
-        summarised.
+      question: how to judge the document or what to look for in it; empty to summarise it.
       document: the text.
-      output: a right answer; None where it is not published.
+      output: a right answer; None if it is not published.
     """
 
     where: str
@@ -76,7 +75,7 @@ class ScrollsRecord(NamedTuple):
 
 
 def read(data: str | Path, subset: str, split: str) -> Iterator[ScrollsRecord]:
-    """The records of a split, in the order of the file, one at a time.
+    """Yields the records of a split in file order, one at a time.
 
     Args:
       data: a folder with ``SUBSET/SPLIT.jsonl`` or ``SUBSET.zip`` in it, or the archive itself.

@@ -1,12 +1,12 @@
-"""The metrics of SCROLLS, and predictions that are judged by them.
+"""The metrics of SCROLLS, and the predictions that they judge.
 
 They follow the benchmark's own evaluation. The score of an example is the largest over its right
 outputs, and that of a subset the mean over examples:
 
 * ``exact_match``: equal after normalisation;
 * ``f1``: the harmonic mean of precision and recall over normalised words, counted with repetition;
-* ``rouge``: F-measures of ROUGE-1, ROUGE-2 and ROUGE-L, without stemming, each the largest over the
-  outputs by itself; what counts is the geometric mean of their three means.
+* ``rouge``: F-measures of ROUGE-1, ROUGE-2 and ROUGE-L, without stemming, each separately the
+  largest over the outputs; the score is the geometric mean of their three means.
 
 Normalisation is that of SQuAD (Rajpurkar et al. 2016): lower case, without punctuation, articles
 and surplus space. All values here are shares from 0 to 1; the benchmark prints percentages.
@@ -108,7 +108,7 @@ def _rouge(pairs: Iterable[tuple[str, Sequence[str]]]) -> dict[str, float]:
 
 
 def outputs_by_id(records: Iterable[ScrollsRecord]) -> dict[str, list[str]]:
-    """The right outputs of each id, in order; none where they are not published."""
+    """The right outputs of each id, in order; empty if they are not published."""
     outputs: dict[str, list[str]] = {}
     for record in records:
         right = outputs.setdefault(record.id, [])
@@ -118,7 +118,7 @@ def outputs_by_id(records: Iterable[ScrollsRecord]) -> dict[str, list[str]]:
 
 
 def check_ids(predictions: Iterable[str], wanted: Iterable[str]) -> None:
-    """Raises ValueError, listing them, if ids of predictions are missing or unknown."""
+    """Raises ValueError with a list if ids of predictions are missing or unknown."""
     predictions, wanted = dict.fromkeys(predictions), dict.fromkeys(wanted)
     problems = {
         "missing": [name for name in wanted if name not in predictions],
@@ -162,9 +162,9 @@ class Outcome:
     """The predictions of a model, and their scores.
 
     Attributes:
-      subset, split: of what it was asked.
+      subset, split: of the questions.
       predictions: by id.
-      scores: from 0 to 1, under the names of :data:`SCORES`; none where the right outputs are not
+      scores: from 0 to 1, under the names of :data:`SCORES`; empty if the right outputs are not
         published.
     """
 
@@ -183,7 +183,7 @@ class Outcome:
 
     @property
     def note(self) -> str:
-        """The sentence that says what was asked."""
+        """The sentence that names the examples."""
         note = f"{len(self.predictions):,} examples of {self.subset}, {self.split}"
         return f"{note}." if self.scores else f"{note}, whose right outputs are not published."
 
@@ -207,7 +207,7 @@ class Outcome:
 
 
 def scores_table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
-    """Scores in per cent, the means over what each name holds."""
+    """A table of scores in per cent, averaged over each name's outcomes."""
     first = next(iter(outcomes.values()))[0]
     columns = SCORES[SUBSETS[first.subset].metric]
     rows = [
@@ -222,10 +222,10 @@ def _percent(score: Score, group: Sequence[Outcome]) -> str:
 
 
 def require_same_questions(outcomes: Mapping[str, Sequence[Outcome]]) -> Outcome:
-    """The first of the outcomes, which may be compared.
+    """Returns the first outcome if all can be compared.
 
     Raises:
-      ValueError: no outcomes, or outcomes of other examples.
+      ValueError: no outcomes, or outcomes of different examples.
     """
     every = [outcome for group in outcomes.values() for outcome in group]
     require(len(every) > 0, "no outcomes to compare")

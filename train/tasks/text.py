@@ -1,13 +1,13 @@
-"""Text, as an endless stream of packed training sequences and held-out text to be judged by.
+"""Text: an endless stream of packed training sequences, and held-out text for evaluation.
 
 Documents come from a source (:mod:`train.data.sources`), become tokens once and are kept on disk
 (:mod:`train.data.token_cache`), and are packed into sequences of one length
-(:mod:`train.data.packing`). What a trained model is asked is in :mod:`train.tasks.text_evaluation`.
+(:mod:`train.data.packing`). :mod:`train.tasks.text_evaluation` evaluates trained models.
 
-**Held-out text.** A hash of each document's name (of its content, where a file holds many) keeps a
-share of the documents out of training. It depends on nothing else, so that all seeds, lengths and
-models share the same held-out documents; alternatively they come from a source of their own. Of a
-single document, the end is held out.
+**Held-out text.** A hash of each document's name (of its content, if a file holds many) keeps a
+share of the documents out of training. The hash depends on nothing else, so all seeds, lengths and
+models share the same held-out documents. Alternatively, they come from a separate source. If there
+is only one document, its end is held out.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Text(Tokenized):
-    """Language modelling (the module's text describes the data).
+    """Language modelling (the module docstring describes the data).
 
-    Making one reads neither the source nor the tokenizer's content, so that configs can be checked
-    where neither is.
+    Constructing it reads neither the source nor the tokenizer's content, so you can check configs
+    without either.
 
     Attributes:
       source: where the text comes from: ``stdlib``, ``tfds:c4/en``, a glob, or ``tokens:`` and a
@@ -48,18 +48,18 @@ class Text(Tokenized):
       text_field: field of a jsonl line, or feature of a tfds corpus, that holds the text.
       tokenizer, tokenizer_fingerprint, vocab_size: see :class:`train.data.tokenizers.Tokenized`.
       sequence_length: T.
-      train_length: tokens of a training sequence, which divide T; a batch then has as many more of
-        them. None: T, or where ``adapt.method`` is ``drope``, what the base was trained on.
+      train_length: tokens of a training sequence, a divisor of T; a batch then has proportionally
+        more sequences. None: T, or, if ``adapt.method`` is ``drope``, the base's trained length.
       packing: ``concatenated`` or ``documents`` (see :mod:`train.data.packing`).
       held_out: share of the documents that is kept out of training, if ``held_out_source`` is None;
-        of a single document, the share of its end.
+        if there is only one document, the share of its end.
       held_out_source: another source, all of which is held out.
       passkeys: share of the training sequences that are questions of passkey retrieval in place of
-        text, in [0, 1). Their answers only are learned, and one answer weighs as much as a sequence
+        text, in [0, 1). Only their answers are learned, and one answer weighs as much as a sequence
         of text; one key in ten is held out of training, and only those are asked for.
       passkey_form: how passkeys are worded, in training and evaluation: ``long``, as published, or
         ``short``, for bytes (see :mod:`train.tasks.retrieval`).
-      shuffle: visit the training sequences in pseudo-random order rather than in that of the text.
+      shuffle: visit the training sequences in pseudo-random order rather than text order.
       cache: folder for the tokens; None: ``tape-jax`` in the user's cache folder.
     """
 
@@ -164,7 +164,7 @@ class Text(Tokenized):
         batches = endless_batches(self.packed, self.shuffle, seed, batch_size, *share)
         if not self.passkeys:
             return batches
-        self._questions(1, np.random.default_rng(0))  # It says so if the sequences are too short.
+        self._questions(1, np.random.default_rng(0))  # Raises if the sequences are too short.
         first = process_index * batch_size // process_count
         mixed = functools.partial(self._with_passkeys, size=batch_size, first=first)
         own = np.random.SeedSequence([seed, 0]).generate_state(1)[0]
@@ -184,9 +184,9 @@ class Text(Tokenized):
     def _with_passkeys(
         self, batch: Batch, rng: np.random.Generator, *, size: int, first: int
     ) -> Batch:
-        """Rows of a batch of ``size``, from ``first`` on, with questions in place of some.
+        """Replaces some rows of a batch of ``size``, from ``first`` on, by questions.
 
-        All processes draw for all rows, so that their number does not matter.
+        All processes draw for all rows, so the number of processes does not matter.
         """
         asked = rng.random(size) < self.passkeys
         if not asked.any():
@@ -216,9 +216,9 @@ class Text(Tokenized):
         return len(self.packed())
 
     def held_out_batch(self, size: int) -> Batch | None:
-        """The first ``size`` windows of held-out text, to be watched while training goes on.
+        """The first ``size`` windows of held-out text, to watch the loss during training.
 
-        Where there are fewer, rows of weight 0 fill the batch; None: there is not one.
+        If there are fewer, rows of weight 0 fill the batch; None if there are none.
         """
         length = self.sequence_length
         tokens = self.evaluation_tokens(size * length + 1)
@@ -236,11 +236,11 @@ class Text(Tokenized):
     ) -> Iterator[np.ndarray]:
         """Held-out documents, int32 [N] each, with their start and end tokens.
 
-        They come in an order that has nothing to do with that of the source, always the same one,
-        so that the first of them are a fair sample.
+        Their order is always the same and unrelated to that of the source, so that the first ones
+        are a fair sample.
 
         Args:
-          limit_tokens: how many tokens to give in all: the last document is cut there; None: all.
+          limit_tokens: how many tokens to give in all; the last document is cut there; None: all.
           validation: begin at the other end of that order.
 
         Raises:
@@ -273,7 +273,7 @@ class Text(Tokenized):
         return np.concatenate(list(self.evaluation_documents(limit, validation=validation)))
 
     def validation(self, options: Any) -> Any:
-        """Options of an evaluation by other held-out documents, and by other passkeys.
+        """Options of an evaluation with other held-out documents and other passkeys.
 
         Raises:
           ValueError: the test takes all of a text.
@@ -290,26 +290,26 @@ class Text(Tokenized):
         """Perplexity of held-out text by length: :func:`train.tasks.text_evaluation.evaluate`.
 
         Raises:
-          ValueError: if there is too little of it, or it is trained on.
+          ValueError: if there is too little held-out text, or it is trained on.
         """
         own = {"task.held_out_source": self.held_out_source}
         self._require_held_out({"evaluation.source": options.source} if options.source else own)
         return text_evaluation.evaluate(self._judged_by(options), trained, options, progress)
 
     def _judged_by(self, options: Any) -> Text:
-        """The task whose held-out text is that of the evaluation."""
+        """The task with the evaluation's text as its held-out text."""
         source = options.source
         return self if source is None else dataclasses.replace(self, held_out_source=source)
 
     def prepare(self, options: Any, limit: int | None = None) -> str:
-        """Makes sure of all text that training and evaluation will read.
+        """Prepares all text that training and evaluation will read.
 
         Args:
           options: of the evaluation.
           limit: tokens that the model accepts; longer windows are not asked for.
 
         Returns:
-          How much it is, in a line.
+          A line that says how much text there is.
 
         Raises:
           ValueError: if some of it is missing, too short, or trained on though it is held out.
@@ -331,7 +331,7 @@ class Text(Tokenized):
         )
 
     def _require_held_out(self, names: Mapping[str, str | None]) -> None:
-        """Raises ValueError if a source of these, by their fields, is trained on too."""
+        """Raises ValueError if one of these sources, by field, is also trained on."""
         for name, source in names.items():
             both = [] if source is None else common_files(self.source, source)
             require(

@@ -1,7 +1,7 @@
 """The evaluation of language models: perplexity of held-out text by length, and passkeys.
 
-What is measured is in :mod:`train.evaluation.perplexity`, which passkeys are asked for in
-:mod:`train.tasks.retrieval`.
+:mod:`train.evaluation.perplexity` defines the perplexities, :mod:`train.tasks.retrieval` the
+passkeys.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class Evaluation:
     Attributes:
       factors: lengths of the windows in multiples of the trained one, ascending; each divides the
         last, so that all lengths score the same targets.
-      lengths: lengths in tokens instead, likewise; none: ``factors`` says them.
+      lengths: lengths in tokens instead, likewise; empty: ``factors`` sets them.
       protocols: which of :data:`PROTOCOLS`.
-      tokens: at most so many held-out tokens are scored, rounded down to whole windows of the
+      tokens: the most held-out tokens that are scored, rounded down to whole windows of the
         greatest length.
       stride: tokens by which overlapping windows move on; None: 256, or half the trained length or
         the shortest window if that is less.
       source: judge by all of this text, a source like the task's, instead of the held-out text.
-      documents: whether windows stay inside documents, of which those shorter than the longest
-        window are left out, rather than run through the documents joined together.
-      batch_tokens: tokens of one pass, if a window has no more.
-      passkey_lengths: tokens that the model is given to read in passkey retrieval, ascending; none:
-        it is not asked. Lengths up to the trained one count as trained.
-      passkey_depths: parts of the text, of equal size, in which the key is hidden in turn.
+      documents: whether windows stay inside documents, rather than run through the joined
+        documents. Those shorter than the longest window are then left out.
+      batch_tokens: tokens of one pass, unless one window has more.
+      passkey_lengths: tokens that the model reads in passkey retrieval, ascending; empty: it is not
+        asked. Lengths up to the trained one count as trained.
+      passkey_depths: number of equal parts of the text that hide the key in turn.
       passkey_trials: questions for each length and depth.
-      seed: of keys and places in passkey retrieval.
+      seed: decides keys and places in passkey retrieval.
       validation: judge by other held-out documents than the test does.
     """
 
@@ -125,7 +125,7 @@ class Evaluation:
         """Tokens by which overlapping windows move on, for a model of this trained length.
 
         Raises:
-          ValueError: more than the shortest window has.
+          ValueError: the stride exceeds the shortest window.
         """
         usual = min(256, max(1, trained // 2))
         if "overlapping" not in self.protocols:
@@ -194,7 +194,7 @@ def scores(task: TextTask | None = None) -> tuple[Score, ...]:
 
 
 def perplexity_score(protocol: str, factor: float) -> Score:
-    """The perplexity in windows of so many times the trained length."""
+    """The perplexity in windows of ``factor`` times the trained length."""
     label = f"perplexity at {factor:g}x, {PROTOCOLS[protocol]}"
     return Score(score_key(protocol, factor), label, False)
 

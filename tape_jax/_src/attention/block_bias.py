@@ -1,8 +1,8 @@
-"""Additive biases seen one block at a time, with gradients to what they are made of.
+"""Additive biases, taken one block at a time, with gradients for their source arrays.
 
-A blockwise computation with its own derivative cannot differentiate through a closure, so a bias is
-split in two: a hashable description that knows how to take a block, and the arrays that it takes it
-from (``source``), which travel as ordinary arguments.
+A blockwise computation with its own derivative cannot differentiate through a closure. A bias is
+therefore split in two: a hashable description that knows how to take a block, and the arrays that
+blocks are taken from (``source``). These travel as ordinary arguments.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class BlockBias(Protocol):
     """A bias as a blockwise backend needs it. ``i`` and ``j`` number the blocks."""
 
     def block(self, source: Any, i: Array, j: Array) -> Array:
-        """The bias of query block ``i`` and key block ``j``, ``[B|1, Hq|1, Q|1, K|1]``."""
+        """Return the bias of query block ``i`` and key block ``j``, ``[B|1, Hq|1, Q|1, K|1]``."""
 
     def zero_gradient(self, source: Any) -> Any:
         """Return zeros to which the gradients of all blocks are added, in at least float32."""
 
     def block_gradient(self, source: Any, i: Array, j: Array, gradient: Array) -> Any:
-        """Return the share of one block, given the gradient ``[B, Hq, Q, K]`` of its logits."""
+        """Return one block's share, given the gradient ``[B, Hq, Q, K]`` of its logits."""
 
     def add(self, total: Any, part: Any, i: Array, j: Array) -> Any:
         """Adds the result of :meth:`block_gradient` to the sum."""
 
     def finish(self, source: Any, total: Any) -> Any:
-        """The sum as a cotangent of ``source``."""
+        """Return the sum as a cotangent of ``source``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ArrayBias:
     block_k: int
 
     def _window(self, source: Array, i: Array, j: Array) -> tuple[list[Any], tuple[int, ...]]:
-        """Start and size of a block."""
+        """Return start and size of a block."""
         full_q, full_k = source.shape[2] > 1, source.shape[3] > 1
         zero = jnp.int32(0)
         start = [zero, zero, i * self.block_q if full_q else zero]
@@ -80,12 +80,12 @@ class ArrayBias:
 class FunctionBias:
     """A bias given as a function of query and key indices.
 
-    ``source`` is what the function closes over: floating-point arrays, which get gradients; other
-    arrays; and the number that is added to query indices.
+    ``source`` holds the floating-point arrays that the function closes over, which get gradients;
+    its other arrays; and the offset of query indices.
 
     Attributes:
-      jaxpr: what is computed.
-      is_float: of each array that it closes over.
+      jaxpr: the traced function.
+      is_float: whether each array it closes over is floating-point.
       query_length, key_length, block_q, block_k: as in ``chunked.Blocks``.
     """
 
@@ -140,8 +140,8 @@ class FunctionBias:
 class DecayBias:
     """The decay ``F_i - F_j``, of queries ``F [B|1, Tq, Hq|1]`` and keys ``[B|1, S, Hq|1]``.
 
-    ``source`` is the two, padded to whole blocks. Queries get no gradient: what is added to a whole
-    row changes no probability.
+    ``source`` is both, padded to whole blocks. Queries get no gradient: adding a constant to a
+    whole row does not change its probabilities.
     """
 
     block_q: int
@@ -174,7 +174,7 @@ class DecayBias:
 
 @dataclasses.dataclass(frozen=True)
 class SumOfBiases:
-    """Several biases; ``source`` is theirs, in the same order."""
+    """Several biases; ``source`` holds theirs, in the same order."""
 
     biases: tuple[BlockBias, ...]
 

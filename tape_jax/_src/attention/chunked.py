@@ -1,10 +1,10 @@
 """Attention by online softmax over blocks, in plain JAX: O(T) memory in both directions.
 
-Queries and keys are cut into blocks. For each block of queries a loop runs over the blocks of keys
-that the causal rule and the window let it see, keeping a running maximum, a running sum and the
-weighted values ``[v | e]`` (Milakov and Gimelshein, 2018; Rabe and Staats, 2021). The backward pass
-keeps the inputs, the output and the maximum and sum of each row, and computes each block's
-probabilities again (FlashAttention; Dao et al., 2022).
+Queries and keys are cut into blocks. For each block of queries, a loop runs over the blocks of keys
+that the causal rule and the window let it see. It keeps a running maximum, a running sum and the
+weighted values ``[v | e]`` (Milakov and Gimelshein, 2018; Rabe and Staats, 2021). For the backward
+pass, the inputs, the output and each row's maximum and sum are saved; each block's probabilities
+are recomputed (FlashAttention; Dao et al., 2022).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from tape_jax._src.core.partition import once_differentiated
 
 Array = jax.Array
 
-# Logits in one block, over batch and heads. On a CPU 2^18 in float32 fill 1 MiB, a level-2 cache:
-# within 7 % of the best power of two, forward and backward, from 1 to 32 heads in all and T 256 to
-# 4096. Elsewhere not measured yet.
+# Logits in one block, over batch and heads. On a CPU, 2^18 in float32 fill 1 MiB, a level-2 cache.
+# This is within 7 % of the best power of two, forward and backward, from 1 to 32 heads in all and T
+# 256 to 4096. Not measured elsewhere.
 BLOCK_LOGITS = {"cpu": 2**18}
 BLOCK_LOGITS_ELSEWHERE = 2**24
 
 
 def check(request: Request) -> None:
-    """Raises NotImplementedError for what rewrites whole rows."""
+    """Raises NotImplementedError for calls that need whole rows of logits."""
     refuse_rows(request)
 
 
@@ -60,7 +60,7 @@ def attend(
 
     Args:
       request: the call.
-      block_q: queries in a block; None: chosen by the size of the call.
+      block_q: queries in a block; None chooses by the size of the call.
       block_k: keys in a block; None: likewise.
 
     Returns:
@@ -68,7 +68,7 @@ def attend(
       accumulator type.
 
     Raises:
-      ValueError: if the size of a block is no positive integer.
+      ValueError: if a block size is not a positive integer.
     """
     block_q, block_k = (
         positive(name, size, optional=True)
@@ -96,7 +96,7 @@ def attend(
         visibility=visibility,
     )
     if callable(request.bias):
-        # Another call cannot know this program for its own: it is kept as long as this one lasts.
+        # Other calls cannot reuse this program, so it lives only as long as this call.
         out = jax.jit(partial(_attend, blocks, bias))(arrays)
     else:
         out = _attend_compiled(blocks, bias, arrays)
@@ -112,7 +112,7 @@ def default_blocks(request: Request) -> tuple[int, int]:
 
 
 def block_length(length: int, heads: int) -> int:
-    """Return the length of equal blocks, as long as ``BLOCK_LOGITS`` allows with these heads."""
+    """Return the length of equal blocks that ``BLOCK_LOGITS`` allows for ``heads``."""
     budget = BLOCK_LOGITS.get(jax.default_backend(), BLOCK_LOGITS_ELSEWHERE)
     side = math.isqrt(budget // heads)
     largest = 2 ** (min(max(side, 64), 256).bit_length() - 1)
@@ -137,7 +137,7 @@ class Blocks:
 
     @property
     def rows(self) -> int:
-        """Rows in a block of queries: all query heads of a key/value head."""
+        """Rows in a block of queries, over all query heads of a key/value head."""
         return self.groups * self.block_q
 
     @property
@@ -151,7 +151,7 @@ class Blocks:
         return -(-self.key_length // self.block_k)
 
     def visible_keys(self, i: Array, visibility: Visibility) -> tuple[Array, Array]:
-        """Return the first block of keys that position lets block ``i`` see, and the end."""
+        """Return the range of key blocks that query block ``i`` may see by position."""
         band, offset = visibility.by_index, jnp.asarray(visibility.query_offset)
         first = i * self.block_q + offset.min()
         last = jnp.minimum((i + 1) * self.block_q, self.query_length) - 1 + offset.max()
@@ -182,7 +182,7 @@ class Arrays(NamedTuple):
       k: rotated keys ``[B, Hk, S', D']``.
       values: ``[v | e]``, ``[B, Hk, S', Dv + De]``.
       bias: the source of the bias.
-      visibility: of padded queries and keys, its offset an int32 array.
+      visibility: of padded queries and keys; its offset is an int32 array.
     """
 
     q: Array
@@ -193,7 +193,7 @@ class Arrays(NamedTuple):
 
 
 def _block_bias(request: Request, blocks: Blocks, offset: Array) -> tuple[BlockBias | None, Any]:
-    """The bias, with the decay, and its source."""
+    """Returns the bias, decay included, and its source."""
     bias = request.bias
     found: list[tuple[BlockBias, Any]] = []
     if callable(bias):
@@ -218,7 +218,7 @@ def _block_bias(request: Request, blocks: Blocks, offset: Array) -> tuple[BlockB
 
 
 def _padded_pairs(x: Array, blocks: Blocks) -> Array:
-    """Biases or masks ``[B|1, Hq|1, Tq|1, S|1]``, padded to whole blocks."""
+    """Pads biases or masks ``[B|1, Hq|1, Tq|1, S|1]`` to whole blocks."""
     for axis, size in ((2, blocks.block_q), (3, blocks.block_k)):
         if x.shape[axis] > 1:
             x = pad(x, size, axis=axis)
@@ -226,7 +226,7 @@ def _padded_pairs(x: Array, blocks: Blocks) -> Array:
 
 
 def _padded_visibility(visibility: Visibility, blocks: Blocks) -> Visibility:
-    """Return ``visibility`` padded to whole blocks; ids repeat the last one, so no range grows."""
+    """Return ``visibility`` padded to whole blocks; the last id repeats, so no range grows."""
     segments, mask, counts = visibility.segments, visibility.mask, visibility.counts
     return dataclasses.replace(
         visibility,
@@ -238,7 +238,7 @@ def _padded_visibility(visibility: Visibility, blocks: Blocks) -> Visibility:
 
 
 def _padded_times(queries: Array, keys: Array, blocks: Blocks) -> tuple[Array, Array]:
-    """``[B|1, Tq, ...]`` and ``[B|1, S, ...]``, padded to whole blocks by the last values."""
+    """Pads ``[B|1, Tq, ...]`` and ``[B|1, S, ...]`` to whole blocks with the last values."""
     return (
         pad(queries, blocks.block_q, axis=1, mode="edge"),
         pad(keys, blocks.block_k, axis=1, mode="edge"),
@@ -254,7 +254,7 @@ def pad(x: Array, size: int, *, axis: int, mode: str = "constant") -> Array:
 
 
 def _scores(blocks: Blocks, arrays: Arrays, i: Array, j: Array) -> Array:
-    """Scaled, bounded logits of one block, ``[B, Hk, G * block_q, block_k]``."""
+    """Returns the scaled, bounded logits of one block, ``[B, Hk, G * block_q, block_k]``."""
     q = _take(arrays.q, i, blocks.rows, 2)
     k = _take(arrays.k, j, blocks.block_k, 2)
     return algebra.capped(_product("bhrd,bhkd->bhrk", q, k) * blocks.scale, blocks.softcap)
@@ -275,21 +275,21 @@ def _logits(
 
 
 def _product(spec: str, x: Array, y: Array) -> Array:
-    """A product with operands in the compute type, summed in at least float32."""
+    """Multiplies operands in the compute type and sums in at least float32."""
     return jnp.einsum(spec, x, y, preferred_element_type=algebra.at_least_float32(x.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> Array:
-    """Attention over ``values``: ``[B, Hk, G * Tq', Dv + De]`` in the accumulator type."""
+    """Computes attention over ``values``, ``[B, Hk, G * Tq', Dv + De]`` in the accumulator type."""
     return forward(blocks, bias, arrays)[0]
 
 
 class Saved(NamedTuple):
     """Residuals of the backward pass: the inputs, the output and each row's softmax.
 
-    ``top`` is the largest logit, ``total`` the sum of ``exp(logit - top)``. They stay apart: in
-    ``top + log(total)`` a large ``top`` would round the other away.
+    ``top`` is the largest logit, ``total`` the sum of ``exp(logit - top)``. They stay apart because
+    a large ``top`` would round the other away in ``top + log(total)``.
     """
 
     arrays: Arrays
@@ -299,13 +299,13 @@ class Saved(NamedTuple):
 
 
 def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Array, Saved]:
-    """The output, and what the backward pass needs."""
+    """Returns the output and the backward pass's residuals."""
     meet = blocks.meet(arrays.visibility)
     rows = (*arrays.q.shape[:2], blocks.rows)
     acc = algebra.at_least_float32(arrays.q.dtype)
 
     def visit(i, j, carry):
-        """Takes one block of keys into the running softmax of a block of queries."""
+        """Adds one block of keys to the running softmax of a block of queries."""
         top, total, out = carry
         logits = _logits(blocks, bias, arrays, _scores(blocks, arrays, i, j), i, j)
         values = _take(arrays.values, j, blocks.block_k, 2)
@@ -323,7 +323,7 @@ def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Arr
             return lax.cond(meet[i, j], lambda c: visit(i, j, c), lambda c: c, carry)
 
         start = (
-            # Not -inf: the weights of a row that sees no key are then 0 without a special case.
+            # Not -inf, so that the weights of a row that sees no key are 0 without a special case.
             jnp.full((*rows, 1), jnp.finfo(acc).min, acc),
             jnp.zeros((*rows, 1), acc),
             jnp.zeros((*rows, arrays.values.shape[-1]), acc),
@@ -338,7 +338,7 @@ def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Arr
 
 
 def _backward(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array) -> tuple[Arrays]:
-    """Cotangents of the arrays."""
+    """Returns the cotangents of the arrays."""
     found = gradients(blocks, bias, saved, d_out)
     compute = saved.arrays.q.dtype
     q, k, values = (x.astype(compute) for x in (found.q, found.k, found.values))
@@ -346,10 +346,10 @@ def _backward(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
 
 
 def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array) -> Arrays:
-    """Gradients of the arrays; those of q, k and values in the accumulator type.
+    """Returns gradients of the arrays; those of q, k and values are in the accumulator type.
 
-    Where the keys are only a part of those that the output has seen, what is saved is still that of
-    all keys, and the gradients of q the part's share.
+    If the keys are only part of those behind the output, ``saved`` still describes all keys. The
+    gradients of q are then the part's share.
     """
     arrays = saved.arrays
     compute, acc = arrays.q.dtype, saved.out.dtype
@@ -358,7 +358,7 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
     meet = blocks.meet(arrays.visibility)
 
     def visit(i, j):
-        """Return the share of block (i, j) of the gradients of q, k, values and the bias."""
+        """Return block (i, j)'s share of the gradients of q, k, values and the bias."""
         q, k = _take(arrays.q, i, blocks.rows, 2), _take(arrays.k, j, blocks.block_k, 2)
         values = _take(arrays.values, j, blocks.block_k, 2)
         d_rows = _take(d_out, i, blocks.rows, 2)
@@ -423,7 +423,7 @@ _attend_compiled = jax.jit(_attend, static_argnums=(0, 1))
 
 
 def _take(x: Array, index: Array, size: int, axis: int) -> Array:
-    """Block ``index`` along ``axis``."""
+    """Takes block ``index`` along ``axis``."""
     return lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
 
@@ -434,6 +434,6 @@ def _add_at(x: Array, part: Array, index: Array) -> Array:
 
 
 def _join(x: Array) -> Array:
-    """``[blocks, B, Hk, rows, D]`` to ``[B, Hk, blocks * rows, D]``."""
+    """Reshapes ``[blocks, B, Hk, rows, D]`` to ``[B, Hk, blocks * rows, D]``."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])

@@ -1,6 +1,6 @@
-"""The fused kernels by Mosaic GPU on NVIDIA Ampere and Ada.
+"""The fused Mosaic GPU kernels on NVIDIA Ampere and Ada.
 
-All warpgroups multiply (``mma``), and copy what they will need by themselves (``cp.async``).
+All warpgroups multiply (``mma``), and they themselves copy what they will need (``cp.async``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tape_jax._src.attention.mosaic_program import ROWS, MosaicProgram, plgpu
 from tape_jax._src.attention.pallas_kernels import KernelCall, Program
 
 Array = jax.Array
-# A product takes so many rows of its right operand at a time, and so many numbers of a row of
-# those that are transposed.
+# A product takes ``CHUNK`` rows of its right operand at a time and, if this is transposed,
+# ``WIDTH`` numbers of each row.
 CHUNK, WIDTH = 16, 64
 
 
@@ -30,10 +30,10 @@ CHUNK, WIDTH = 16, 64
 class AmpereProgram(MosaicProgram):
     """A program in which each group copies its share of each block of the other side.
 
-    Its first barrier is where all groups meet. The interpreter knows neither ``mma`` nor
-    ``cp.async``: there a product of two operands is plain jax, and a copy is one of Hopper's, with
-    two more barriers: of own tiles, one a group, and of stages, one a group and stage. So it says
-    nothing of the layouts of operands in registers, nor of how many copies a stage is counted as.
+    All groups meet at its first barrier. The interpreter knows neither ``mma`` nor ``cp.async``.
+    There, a product of two operands is plain jax, and a copy is one of Hopper's, with two more
+    barriers: for own tiles, one per group; for stages, one per group and stage. So it tests neither
+    the layouts of operands in registers nor how many copies a stage counts as.
     """
 
     COPYING = 0
@@ -57,7 +57,7 @@ class AmpereProgram(MosaicProgram):
         return [met, own_ready, plgpu.Barrier(num_arrivals=streamed, num_barriers=groups * depth)]
 
     def run(self, body: Callable[[Program], None], turns: int) -> None:
-        """Copies the own tiles of each group, and runs ``body`` in all of them."""
+        """Copies the own tiles of each group, and runs ``body`` in all groups."""
         mine = self.of_group()
         for name, tiles in self.own.items():
             source = self.source(name, mine.block, ROWS, self.head)
@@ -66,12 +66,12 @@ class AmpereProgram(MosaicProgram):
             plgpu.barrier_wait(self.barriers[1].at[self.group])
         body(mine)
         if not self.call.interpret:
-            # Own tiles that nobody waited for: the block meets no other.
+            # Nobody waited for own tiles if the block meets no other.
             plgpu.wait_gmem_to_smem(0)
 
     def walk(self, step: Callable[..., Any], carry: Any, *, own: str, head: Array) -> Any:
         begin, _, _, end = self.bounds()
-        # Where the last walk ended, another group may still be reading.
+        # Another group may still be reading where the last walk ended.
         self._meet()
         for ahead in range(self.depth - 1):
             pl.when(begin + ahead < end)(functools.partial(self._stream, begin + ahead, head))
@@ -84,7 +84,7 @@ class AmpereProgram(MosaicProgram):
         ahead = self.depth - 1
 
         def with_stage(j: Array, carry: Any) -> Any:
-            # With three stages the next block may still be on its way, where there is one.
+            # With three stages, the next block may still be on its way, if there is one.
             if self.depth == 2:
                 self._wait(j, 0)
             else:
@@ -99,13 +99,13 @@ class AmpereProgram(MosaicProgram):
     def _meet(self) -> None:
         """Waits for the other groups, and for the other warps of this one."""
         if self.call.interpret:
-            # What they read by generic loads is overwritten by Hopper's copies.
+            # Hopper's copies overwrite what they read by generic loads.
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers[0])
         plgpu.barrier_wait(self.barriers[0])
 
     def _stream(self, j: Array, head: Array) -> None:
-        """Begins to copy this group's share of a block of the other side."""
+        """Starts to copy this group's share of a block of the other side."""
         slot = self.slot(j)
         for name, tiles in self.stages.items():
             rows = tiles.shape[1] // self.groups
@@ -169,10 +169,10 @@ class AmpereProgram(MosaicProgram):
 
 
 def _as_operand(x: Array, dtype: jnp.dtype) -> Array:
-    """Casts a tile as a product leaves it to one as a product takes it.
+    """Casts a tile from the layout of a product's result to that of its left operand.
 
     Each thread has the same numbers in both, in the same order. Cast and change of layout are one
-    step: of two, the compiler would cancel the second.
+    step: the compiler would cancel the second of two.
     """
     wanted = plgpu.Layout.MMA_LHS(dtype)
     result = plgpu.ShapeDtypeStruct(x.shape, dtype, layout=wanted)

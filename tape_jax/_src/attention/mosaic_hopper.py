@@ -1,7 +1,7 @@
-"""The fused kernels by Mosaic GPU on NVIDIA Hopper.
+"""The fused Mosaic GPU kernels on NVIDIA Hopper.
 
-One warpgroup copies the blocks of the other side into shared memory by the tensor memory
-accelerator; the others multiply, on the tensor cores of Hopper (``wgmma``).
+One warpgroup copies the blocks of the other side into shared memory with the tensor memory
+accelerator; the others multiply on the tensor cores of Hopper (``wgmma``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tape_jax._src.attention.pallas_kernels import KernelCall, Program
 
 Array = jax.Array
 
-# Registers of a thread that computes, by the number of warpgroups that do, and of one that copies:
-# 65,536 in all.
+# Registers of a thread that computes, by the number of warpgroups that compute, and of a thread
+# that copies: 65,536 in all.
 REGISTERS, COPYING = {1: 248, 2: 240}, 24
 
 
@@ -30,8 +30,8 @@ REGISTERS, COPYING = {1: 248, 2: 240}, 24
 class HopperProgram(MosaicProgram):
     """A program with the barriers ``own_ready``, ``ready`` and ``free``, and a group that copies.
 
-    ``own_ready``, one a group: the own tiles have come. ``ready`` and ``free``, one a stage: its
-    tiles have come; no group needs them any longer.
+    ``own_ready``, one per group: the own tiles have arrived. ``ready`` and ``free``, one per stage:
+    its tiles have arrived; no group needs them any longer.
     """
 
     COPYING = 1
@@ -70,7 +70,7 @@ class HopperProgram(MosaicProgram):
             self.stream(turns)
 
     def copy_own(self) -> None:
-        """Copies the tiles of the own block, and waits for them."""
+        """Copies the own block's tiles, and waits for them."""
         own_ready, _, _ = self.barriers
         barrier = own_ready.at[self.group]
         for name, tiles in self.own.items():
@@ -132,7 +132,7 @@ class HopperProgram(MosaicProgram):
 
     def add_dot(self, total: Array, x: Any, y: Any, *, trans_b: bool = False) -> Array:
         if self.call.interpret:
-            # Nor does it know accumulators that begin with a value.
+            # The interpreter's accumulators cannot begin with a value either.
             return super().add_dot(total, x, y, trans_b=trans_b)
         x, y = self._operand(x), y.transpose((1, 0)) if trans_b else y
         return pl.run_state(lambda sums: plgpu.wgmma(sums, x, y))(plgpu.ACC.init(total))

@@ -1,4 +1,4 @@
-"""The fused kernels by Pallas' Mosaic GPU backend: what they have in common on all chips.
+"""The fused kernels on Pallas' Mosaic GPU backend: the part that all chips share.
 
 Each warpgroup that multiplies owns 64 rows. Blocks of the other side come through shared memory,
 several stages ahead. Arrays are padded to whole blocks beforehand.
@@ -27,9 +27,9 @@ from tape_jax._src.core.partition import Named, batch_size
 
 Array = jax.Array
 
-# What it needs of jax 0.11.1 is checked where a call enters.
+# ``pallas_mosaic`` checks for jax 0.11.1, which this needs.
 plgpu: Any = mosaic_gpu
-# Axes of the grid and of a program. jax takes a mesh axis of the same name first, inside shard_map.
+# Axes of the grid and of a program. Inside shard_map, jax takes a mesh axis of the same name first.
 HEADS, BLOCKS, BATCH, GROUP = (f"tape_{x}" for x in ("heads", "blocks", "batch", "group"))
 # Rows of a product of one warpgroup.
 ROWS = 64
@@ -37,15 +37,15 @@ ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class MosaicProgram(Program):
-    """A program with tiles in shared memory: those of its own block, and those that come in stages.
+    """A program with tiles in shared memory: its own block's, and those that come in stages.
 
     Attributes:
       group: index of the warpgroup.
-      groups: how many compute.
+      groups: number of warpgroups that compute.
       sources: the inputs, by name. Tiles come from ``[b|1, t, h * d]``, since ``cp.async`` leaves
-        out leading axes only; of these ``refs`` has the shapes ``[b|1, t, h, d]`` alone.
+        out only leading axes; ``refs`` has only their shapes ``[b|1, t, h, d]``.
       own: tiles ``[groups, 64, d]``, by name.
-      stages: tiles ``[stages, rows, d]``, by name; block ``j`` comes into stage ``j % stages``.
+      stages: tiles ``[stages, rows, d]``, by name; block ``j`` goes into stage ``j % stages``.
       barriers: those of :meth:`barrier_types`.
     """
 
@@ -64,20 +64,20 @@ class MosaicProgram(Program):
     SWIZZLE: ClassVar[int]
     # The widest heads that a decay leaves registers for.
     WIDEST_DECAY: ClassVar[int]
-    # What :meth:`takes` wants of the other side, by its name.
+    # What :meth:`takes` requires of the other side, with ``{}`` for its name.
     WANTED: ClassVar[str]
 
     @staticmethod
     @abc.abstractmethod
     def takes(columns: int, groups: int, stages: int) -> bool:
-        """Returns whether blocks of ``columns`` rows, in ``stages``, suit so many ``groups``."""
+        """Returns whether blocks of ``columns`` rows and this many ``stages`` suit ``groups``."""
 
     @staticmethod
     @abc.abstractmethod
     def barrier_types(
         call: KernelCall, groups: int, depth: int, own: int, streamed: int
     ) -> list[Any]:
-        """Barriers for so many groups, stages, own arrays and streamed ones."""
+        """Returns barriers for these numbers of groups, stages, own and streamed arrays."""
 
     @abc.abstractmethod
     def run(self, body: Callable[[Program], None], turns: int) -> None:
@@ -85,12 +85,12 @@ class MosaicProgram(Program):
 
         Args:
           body: of the kernel.
-          turns: how often all blocks are needed: for each query head that shares the own keys.
+          turns: how often all blocks are needed: once per query head that shares the own keys.
         """
 
     @classmethod
     def check_tile(cls, kernel: str, tile: Tile, *, by_queries: bool) -> None:
-        """Raises ValueError for a tile that a kernel by queries, or by keys, cannot have."""
+        """Raises ValueError for a tile that a kernel by queries or keys does not take."""
         groups, names = tile.warps // 4, ("queries", "keys")
         rows, columns = tile.queries, tile.keys
         if not by_queries:
@@ -167,7 +167,7 @@ class MosaicProgram(Program):
         }
 
     def of_group(self) -> Self:
-        """The program of this group's 64 rows."""
+        """Returns the program of this group's 64 rows."""
         return dataclasses.replace(self, block=self.block * self.groups + self.group)
 
     def source(self, name: str, block: Any, size: int, head: Any) -> Any:
@@ -191,7 +191,7 @@ class MosaicProgram(Program):
         return next(iter(self.stages.values())).shape[0]
 
     def slot(self, block: Array) -> Array:
-        """The stage of a block of the other side."""
+        """Returns the stage of a block of the other side."""
         return lax.rem(block, np.int32(self.depth))
 
     def bounds(self) -> tuple[Array, ...]:
@@ -223,7 +223,7 @@ class MosaicProgram(Program):
 
 
 def _tiles(count: int, rows: int, x: Array, swizzle: int) -> Any:
-    """Shared memory for blocks of an array: tiles as products want them, or vectors."""
+    """Describes shared memory for an array's blocks: tiles as products need them, or vectors."""
     if x.ndim < 4:
         return plgpu.SMEM((count, rows), x.dtype)
     tiling = (8, swizzle // x.dtype.itemsize)
@@ -232,12 +232,12 @@ def _tiles(count: int, rows: int, x: Array, swizzle: int) -> Any:
 
 
 def _flat(x: Array) -> Array:
-    """Heads and their numbers as one axis."""
+    """Merges heads and their numbers into one axis."""
     return x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x
 
 
 def _side(name: str) -> str | None:
-    """The side whose tokens an array has: ``q``, ``k`` or None."""
+    """Returns the side of an array's tokens: ``q``, ``k`` or None."""
     letters = pallas_attention.AXES.get(name, "")
     return "q" if "t" in letters else "k" if "s" in letters else None
 

@@ -1,19 +1,18 @@
-"""Fused TAPE attention: what the kernels of all backends of Pallas have in common.
+"""Fused TAPE attention: the part that the kernels of all Pallas backends share.
 
-Queries and keys are rotated once beforehand, by XLA; two accumulators collect ``o`` and ``a`` under
-one online softmax, and the log-sum-exp of each row is kept (FlashAttention; Dao et al., 2022; Dao,
-2023). Blocks that the
-causal rule, the window or disjoint ranges of segment ids hide are not visited. The body of each
-kernel is in ``pallas_kernels``, block sizes are in ``pallas_blocks``; ``pallas_triton`` and
-``mosaic_program`` launch them.
+XLA rotates queries and keys once beforehand. Two accumulators collect ``o`` and ``a`` under one
+online softmax, and the log-sum-exp of each row is kept (FlashAttention; Dao et al., 2022; Dao,
+2023). Blocks hidden by the causal rule, the window or disjoint ranges of segment ids are not
+visited. The body of each kernel is in ``pallas_kernels``, block sizes are in ``pallas_blocks``;
+``pallas_triton`` and ``mosaic_program`` launch them.
 
-The backward pass is two kernels, one over blocks of queries (dq), one over blocks of keys (dk, dv,
-de); each computes the probabilities again. In units of one T x T x D product, with the state
-attended, they cost 4 and 6, where one pass would cost 7: it would share the logits (1) and the
-gradient of the probabilities (2), but would have to add dq up across programs. With wide heads the
-sums of the second do not fit the registers, and dv and de are a kernel by themselves, which costs 1
-more. Nothing is added up by atomic operations: two runs are equal to the bit. Gradients are of
-first order only.
+The backward pass has two kernels: one over blocks of queries (dq), one over blocks of keys (dk, dv,
+de). Each recomputes the probabilities. In units of one T x T x D product, with the state attended,
+they cost 4 and 6. One pass would cost 7: it would share the logits (1) and the gradient of the
+probabilities (2), but would have to add up dq across programs. With wide heads, the sums of the
+second kernel do not fit the registers. Then dv and de have a kernel of their own, which costs 1
+more. No sum uses atomic operations, so two runs are equal to the bit. Gradients are of first order
+only.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ TYPES = ("float32", "bfloat16", "float16")
 MAX_WIDTH = 128
 
 # Runs a body with one program for each block (of queries or of keys), head and row of the batch:
-# ``launch(body, call, tile, inputs, out, by_queries=)``, the arrays of ``out`` by name.
+# ``launch(body, call, tile, inputs, out, by_queries=)`` returns the arrays of ``out`` by name.
 Launch = Callable[..., Named]
 
-# Axes of all arrays: b batch, h query heads, k key/value heads; what is not sharded: t queries,
-# s keys, d numbers. States are [b|1, ., ., d], heads full or shared.
+# Axes of all arrays: b batch, h query heads, k key/value heads; and not sharded: t queries, s keys,
+# d numbers. States are [b|1, ., ., d], heads full or shared.
 AXES = {
     **dict.fromkeys(("q", "d_q", "o", "d_o", "a", "d_a"), "bthd"),
     **dict.fromkeys(("k", "d_k", "v", "d_v", "e", "d_e"), "bskd"),
@@ -87,11 +86,11 @@ def attend(
     narrowest: int = 16,
     is_split: bool = True,
 ) -> tuple[Array, Array | None]:
-    """Computes attention by the kernels of a backend.
+    """Computes attention with the kernels of a backend.
 
     Args:
       request: the call, checked.
-      launch: of the backend.
+      launch: the backend's :data:`Launch`.
       tiles: block sizes of each kernel.
       precision: of products of float32 operands.
       narrowest: the smallest width of a tile.
@@ -119,7 +118,7 @@ def attend(
 
 
 def _arrays(request: Request, narrowest: int) -> Named:
-    """The inputs of the kernels, their last axis padded to what a tile may be."""
+    """Returns the inputs of the kernels, their last axis padded to a tile's width."""
     q, k = request.rotated()
 
     def padded(x: Array) -> Array:
@@ -150,7 +149,7 @@ def _attend(call: KernelCall, inputs: Named) -> tuple[Array, Array | None]:
 
 
 def _forward(call: KernelCall, inputs: Named) -> tuple[tuple[Array, Array | None], Any]:
-    # What is read again for every block of queries is read in the narrow type.
+    # These are read again for every block of queries, in the narrow type.
     narrow: Named = {
         name: inputs[name].astype(call.compute) for name in ("v", "e") if name in inputs
     }
@@ -188,7 +187,7 @@ def _run(kernel: Callable[..., Named], call: KernelCall, inputs: Named) -> Named
 
 
 def _row_products(x: Array, y: Array) -> Array:
-    """Sum of products over the numbers of a head, ``[B, H, T]`` in float32."""
+    """Sums products over the numbers of a head, ``[B, H, T]`` in float32."""
     sums = jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     return sums.transpose(0, 2, 1)
 
@@ -238,7 +237,7 @@ def _value_kernel(call: KernelCall, inputs: Named) -> Named:
 
 
 def _gradient(call: KernelCall, inputs: Named, name: str, *, of: str) -> jax.ShapeDtypeStruct:
-    """A gradient with all rows and heads of ``of``; float32 if it is to be summed over some."""
+    """Describes a gradient with all rows and heads of ``of``; float32 if some are summed later."""
     x = inputs[name]
     full = (batch_size(inputs), *inputs[of].shape[1:3], x.shape[-1])
     dtype = call.types.get(name, x.dtype) if x.shape == full else jnp.float32
@@ -261,8 +260,8 @@ def _launch(
 def _bounds(call: KernelCall, tile: Tile, inputs: Named, *, by_queries: bool) -> Array:
     """Returns four marks of the blocks of the other side that each block meets.
 
-    From the first on, blocks may have pairs that are to be hidden, from the second on none has,
-    from the third on they may again; the fourth is one past the last.
+    From the first on, blocks may have hidden pairs. From the second on, they have none; from the
+    third on, they may again. The fourth is one past the last.
 
     Returns:
       ``[B|1, blocks, 4]``, int32.

@@ -1,8 +1,8 @@
-"""Block sizes of the fused attention kernels: by kind of device, head dimension and type.
+"""Block sizes of the fused attention kernels, by kind of device, head dimension and type.
 
 The sizes for Ampere and Hopper are among those that compile without spilling registers, as
-``python -m benchmarks.tiles`` lists them. Those of 16 bits for Hopper are the fastest of those that
-were timed on an H200 (benchmarks/results/2026-11-26-nvidia-h200-2.md); no others were compared.
+``python -m benchmarks.tiles`` lists them. The 16-bit sizes for Hopper are the fastest of those
+timed on an H200 (benchmarks/results/2026-11-26-nvidia-h200-2.md); no others were compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tape_jax._src.core.checks import require
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The blocks of one kernel and how it is to be compiled.
+    """The block sizes of one kernel and how it is compiled.
 
     Attributes:
       queries, keys: queries and keys in a block: powers of two, at least 16.
@@ -50,13 +50,13 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The blocks of each kernel: :meth:`same` gives all of them the same.
+    """The tile of each kernel; :meth:`same` gives all kernels the same.
 
     Attributes:
-      forward: of ``o`` and ``a``.
-      query_gradients: of dq.
-      key_gradients: of dk, dv and de.
-      value_gradients: of dv and de, where they are a kernel by themselves; None: they are not.
+      forward: for ``o`` and ``a``.
+      query_gradients: for dq.
+      key_gradients: for dk, dv and de.
+      value_gradients: for dv and de, if they have their own kernel; None if not.
     """
 
     forward: Tile
@@ -66,17 +66,17 @@ class Tiles:
 
     @classmethod
     def same(cls, queries: int, keys: int, warps: int = 4, stages: int = 2) -> Tiles:
-        """One size of blocks for every kernel."""
+        """Returns the same tile for every kernel."""
         return cls(*[Tile(queries, keys, warps, stages)] * 3)
 
     @classmethod
     def of(cls, tiles: Tiles | Sequence[Sequence[int]]) -> Tiles:
-        """Blocks that are, or are given as lists of the numbers of a :class:`Tile`."""
+        """Returns ``tiles`` as :class:`Tiles`; lists give the numbers of each :class:`Tile`."""
         return tiles if isinstance(tiles, Tiles) else cls(*(Tile(*tile) for tile in tiles))
 
 
-# By generation and by (bytes of an operand, head dimension up to). A multiprocessor of compute
-# capability 8.0 has as much shared memory as one of Hopper's, nearly, but its matrix products take
+# By generation and by (bytes of an operand, largest head dimension). A multiprocessor of compute
+# capability 8.0 has nearly as much shared memory as one of Hopper's, but its matrix products take
 # their operands from registers.
 _HOPPER: Mapping[tuple[int, int], Tiles] = {
     (2, 64): Tiles(Tile(64, 64), Tile(64, 64), Tile(64, 64, stages=3)),
@@ -108,7 +108,7 @@ TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
 GENERATIONS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}
 
 
-# Those of Mosaic, for types of 16 bits, by generation and head dimension up to.
+# Tiles for Mosaic and 16-bit types, by generation and largest head dimension.
 MOSAIC: Mapping[str, Mapping[int, Tiles]] = {
     "hopper": {
         64: Tiles(Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 128, 8)),
@@ -126,25 +126,25 @@ MOSAIC: Mapping[str, Mapping[int, Tiles]] = {
 
 
 def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
-    """Blocks for operands of a type and the larger of head dimension and value width."""
+    """Returns tiles for a dtype and the larger of head dimension and value width."""
     return TABLE[_generation()][jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]
 
 
 def mosaic_tiles(width: int, *, segments: bool = False) -> Tiles:
-    """Blocks of the Mosaic kernels, for the larger of head dimension and value width.
+    """Returns Mosaic tiles for the larger of head dimension and value width.
 
-    Where there are none for a GPU, and it can but interpret, those of Hopper.
+    A GPU without tiles can only interpret, and gets those of Hopper.
     """
     capability = devices.compute_capability()
     if capability is not None and capability[0] == 8:
         return MOSAIC[_generation()][64 if width <= 64 else 128]
     tiles = MOSAIC["hopper"][64 if width <= 64 else 128]
-    # Ids take registers: with eight warps the kernel would spill.
+    # Ids take registers: with eight warps, the kernel would spill.
     one_group = dataclasses.replace(tiles, key_gradients=Tile(64, 64, 4))
     return one_group if segments and width > 64 else tiles
 
 
 def _generation() -> str:
-    """Returns this GPU's generation; without one (interpreted, or compiled elsewhere) Hopper."""
+    """Returns this GPU's generation, or Hopper without one (interpreted, or compiled elsewhere)."""
     capability = devices.compute_capability()
     return "hopper" if capability is None else GENERATIONS.get(capability, "small")

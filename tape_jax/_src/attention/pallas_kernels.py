@@ -1,10 +1,11 @@
-"""The bodies of the fused attention kernels, for the backends of Pallas that run them.
+"""The bodies of the fused attention kernels, for the Pallas backends that run them.
 
-Queries and keys come rotated. Each program owns one block of queries (forward, dq) or of keys (dk,
-dv, de) of one head and walks over the blocks of the other side. A state is a second value.
+Queries and keys are already rotated. Each program owns one block of queries (forward, dq) or of
+keys (dk, dv, de) of one head and walks over the blocks of the other side. A state is a second
+value.
 
-A body sees its arrays by a :class:`Program`, which a backend completes: how a block is read,
-multiplied and written, and how the blocks of the other side come.
+A body sees its arrays through a :class:`Program`. A backend completes it: how a block is read,
+multiplied and written, and how the blocks of the other side arrive.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from tape_jax._src.attention.pallas_blocks import Tile, Tiles
 Array = jax.Array
 Refs = Mapping[str, Any]
 
-# Softmax is computed to base 2, which the hardware has.
+# Softmax uses base 2, which the hardware has.
 LOG2_E = math.log2(math.e)
-# The interpreter takes no Python integers for indices, nor indices of unlike types.
+# The interpreter takes neither Python integers as indices nor indices of different types.
 ZERO: Any = np.int32(0)
 
 
@@ -37,7 +38,7 @@ class KernelCall:
     """The static part of a call of the kernels.
 
     Attributes:
-      launch: of the backend: runs a body, see :data:`pallas_attention.Launch`.
+      launch: runs a body on the backend; see :data:`pallas_attention.Launch`.
       scale: factor on the logits.
       lowest, highest: key ``j`` is visible to query ``i`` (offset included) only if ``lowest <=
         j - i <= highest``; None: no limit.
@@ -45,8 +46,8 @@ class KernelCall:
       precision: of products of float32 operands.
       tiles: block sizes of each kernel.
       interpret: run on any device.
-      is_split: whether it is run on each device's rows and heads.
-      value_types: of the values, and of the state if there is one: also of ``o`` and ``a``.
+      is_split: whether it runs on each device's rows and heads.
+      value_types: of the values and, if there is one, the state; also of ``o`` and ``a``.
     """
 
     launch: Callable[..., Any]
@@ -71,13 +72,13 @@ class Program(abc.ABC):
     """One program of a kernel and its arrays.
 
     Attributes:
-      call: what is asked.
+      call: the call's static part.
       refs: the arrays, by name.
       tile: sizes of its blocks.
       block: index of the block that it owns.
       head: query head (forward, dq) or key/value head.
       b: row of the batch.
-      key_length: keys that there are, without padding.
+      key_length: number of keys, without padding.
     """
 
     call: KernelCall
@@ -90,13 +91,13 @@ class Program(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, block: Array, size: int, head: Array) -> Any:
-        """A block of rows of a head of ``[b|1, t, h, d]``: a tile ``[size, d]`` for products."""
+        """Reads a block of a head of ``[b|1, t, h, d]``: a tile ``[size, d]`` for products."""
 
     @abc.abstractmethod
     def read_vector(
         self, name: str, block: Array, size: int, *head: Array, other: float = 0
     ) -> Array:
-        """A block of ``[b|1, t]`` or of a head of ``[b|1, h, t]``; ``other`` past the end."""
+        """Reads a block of ``[b|1, t]`` or of a head of ``[b|1, h, t]``; ``other`` past the end."""
 
     @abc.abstractmethod
     def write(self, name: str, block: Array, head: Array, value: Array) -> None:
@@ -108,54 +109,54 @@ class Program(abc.ABC):
 
     @abc.abstractmethod
     def dot(self, x: Any, y: Any, *, trans_b: bool = False) -> Array:
-        """A product of two tiles in the compute type, summed in float32."""
+        """Multiplies two tiles in the compute type and sums in float32."""
 
     def add_dot(self, total: Array, x: Any, y: Any, *, trans_b: bool = False) -> Array:
-        """A product added to a tile of float32."""
+        """Adds a product to a float32 tile."""
         return total + self.dot(x, y, trans_b=trans_b)
 
     def loop(
         self, begin: Array, end: Array, step: Callable[..., Any], carry: Any, head: Array
     ) -> Any:
-        """``step(j, carry)`` for blocks ``begin <= j < end`` of the other side, of a query head."""
+        """Runs ``step(j, carry)`` for blocks ``begin <= j < end`` of the other side of a head."""
         return lax.fori_loop(begin, end, step, carry)
 
     def bounds(self) -> tuple[Array, ...]:
-        """The four marks of the blocks that this one meets, see ``pallas_attention``."""
+        """Returns four marks of the blocks that this one meets; see ``pallas_attention``."""
         ref = self.refs["bounds"]
         return tuple(ref[self.row(ref), self.block, n] for n in range(4))
 
     def row(self, ref: Any) -> Any:
-        """The row of the batch in an array of one row, or of all."""
+        """Returns the batch row of an array: 0 if it has one row."""
         return ZERO if ref.shape[0] == 1 else self.b
 
     def query_tile(self, i: Array, head: Array) -> Array:
-        """Queries of block ``i``."""
+        """Reads the queries of block ``i``."""
         return self.read("q", i, self.tile.queries, head)
 
     def key_tile(self, j: Array, head: Array) -> Array:
-        """Keys of block ``j``."""
+        """Reads the keys of block ``j``."""
         return self.read("k", j, self.tile.keys, head)
 
     def values(self, j: Array, head: Array) -> list[Array]:
-        """Values of the keys of block ``j`` and, if it is attended, their state."""
+        """Reads the values of key block ``j`` and, if it is attended, their state."""
         found = [self.read("v", j, self.tile.keys, head)]
         if "e" in self.refs:
             found.append(self.read("e", j, self.tile.keys, _shared_head(self.refs, "k", "e", head)))
         return found
 
     def cotangents(self, i: Array, head: Array) -> list[Array]:
-        """Gradients of what the queries of block ``i`` got of each of :meth:`values`."""
+        """Reads the output gradients of query block ``i``, for each of :meth:`values`."""
         names = [name for name in ("d_o", "d_a") if name in self.refs]
         return [self.read(name, i, self.tile.queries, head) for name in names]
 
     def query_decay(self, i: Array, head: Array) -> Array | None:
-        """Log decay of the queries of block ``i``, for a query head, or None."""
-        # Those past the end see nothing: the decay of a row of zeros could be infinite.
+        """Reads the log decay of query block ``i``, for a query head, or None."""
+        # Queries past the end see nothing: the decay of a row of zeros could be infinite.
         return self._decay("query_decay", i, self.tile.queries, head, other=-math.inf)
 
     def key_decay(self, j: Array, head: Array) -> Array | None:
-        """Log decay of the keys of block ``j``, for a query head, or None."""
+        """Reads the log decay of key block ``j``, for a query head, or None."""
         return self._decay("key_decay", j, self.tile.keys, head)
 
     def _decay(
@@ -167,7 +168,7 @@ class Program(abc.ABC):
         return self.read_vector(name, block, size, head, other=other)
 
     def logits(self, rows: Any, columns: Any) -> Array:
-        """Scaled logits to base 2, not masked yet."""
+        """Returns scaled logits to base 2, before masking."""
         return self.dot(rows, columns, trans_b=True) * np.float32(self.call.scale * LOG2_E)
 
     def decayed(
@@ -181,7 +182,7 @@ class Program(abc.ABC):
         return logits + decay * np.float32(LOG2_E)
 
     def ids(self, name: str, block: Array) -> Array | None:
-        """Segment ids of a block of queries or keys, or None."""
+        """Reads segment ids of a block of queries or keys, or None."""
         if name not in self.refs:
             return None
         size = self.tile.queries if name == "query_ids" else self.tile.keys
@@ -190,14 +191,14 @@ class Program(abc.ABC):
     def masked(
         self, logits: Array, i: Array, j: Array, ids: tuple[Any, Any], *, keys_first: bool
     ) -> Array:
-        """Puts -inf where a key is not visible.
+        """Sets logits to -inf where a key is not visible.
 
         Args:
           logits: ``[queries, keys]``, or ``[keys, queries]`` if ``keys_first``.
           i: block of queries.
           j: block of keys.
-          ids: of :meth:`ids`, of the queries and of the keys.
-          keys_first: which of the two are rows.
+          ids: from :meth:`ids`, of the queries and of the keys.
+          keys_first: whether keys are the rows.
         """
         of_queries, of_keys = (1, 0) if keys_first else (0, 1)
         place = lax.broadcasted_iota(jnp.int32, logits.shape, of_keys)
@@ -224,11 +225,11 @@ class Program(abc.ABC):
     def walk(self, step: Callable[..., Any], carry: Any, *, own: str, head: Array) -> Any:
         """Walks over the blocks of the other side that this one meets.
 
-        Blocks with pairs that are to be hidden lie at both ends; those between take no mask.
+        Blocks with hidden pairs lie at both ends; those between need no mask.
 
         Args:
-          step: of a block's index and the carry, and whether to mask.
-          carry: what it starts from.
+          step: function of a block's index, the carry, and whether to mask.
+          carry: its initial value.
           own: ``q`` or ``k``, this side.
           head: query head.
         """
@@ -247,12 +248,12 @@ class Program(abc.ABC):
 
 
 def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """A vector along an axis of a tile."""
+    """Broadcasts a vector along ``axis`` to a tile."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
 def _shared_head(refs: Refs, of: str, name: str, head: Array) -> Any:
-    """The head of ``name`` that belongs to a head of ``of``."""
+    """Returns the head of ``name`` that belongs to a head of ``of``."""
     shared = refs[of].shape[2] // refs[name].shape[2]
     if refs[name].shape[2] == 1:
         return ZERO
@@ -260,7 +261,7 @@ def _shared_head(refs: Refs, of: str, name: str, head: Array) -> Any:
 
 
 def forward(program: Program) -> None:
-    """One block of queries: ``o``, ``a`` and the log-sum-exp (to base 2) of each row."""
+    """Computes ``o``, ``a`` and each row's log-sum-exp (to base 2) for a block of queries."""
     i, head, rows = program.block, program.head, program.tile.queries
     kv_head = _shared_head(program.refs, "q", "k", head)
     q, ids = program.query_tile(i, head), program.ids("query_ids", i)
@@ -289,7 +290,7 @@ def forward(program: Program) -> None:
     top, total, sums = program.walk(
         step,
         (
-            # Not -inf: the weights of a row that sees no key are then 0 without a special case.
+            # Not -inf, so that the weights of a row that sees no key are 0 without a special case.
             jnp.full((rows,), jnp.finfo(jnp.float32).min, jnp.float32),
             jnp.zeros((rows,), jnp.float32),
             [jnp.zeros((rows, program.refs[name].shape[-1]), jnp.float32) for name in names],
@@ -304,7 +305,7 @@ def forward(program: Program) -> None:
 
 
 def query_gradients(program: Program) -> None:
-    """One block of queries: ``dq``."""
+    """Computes ``dq`` for a block of queries."""
     i, head, rows = program.block, program.head, program.tile.queries
     kv_head = _shared_head(program.refs, "q", "k", head)
     q, ids = program.query_tile(i, head), program.ids("query_ids", i)
@@ -333,10 +334,10 @@ def query_gradients(program: Program) -> None:
 
 
 def key_gradients(program: Program) -> None:
-    """One block of keys: ``dk``, ``dv`` and ``de``, summed over the query heads of its group.
+    """Computes ``dk``, ``dv`` and ``de`` for a block of keys, summed over its group's query heads.
 
-    What ``refs`` lacks is not computed. The gradient of the keys' log decay is written for each
-    of these heads. Products are taken keys first, so that no tile of pairs is transposed.
+    Outputs that ``refs`` lacks are not computed. The gradient of the keys' log decay is written for
+    each of these heads. Products take keys first, so that no tile of pairs is transposed.
     """
     j, kv_head, refs = program.block, program.head, program.refs
     of_keys, names = "d_k" in refs, [name for name in ("d_v", "d_e") if name in refs]
@@ -396,5 +397,5 @@ def key_gradients(program: Program) -> None:
 
 
 def value_gradients(program: Program) -> None:
-    """One block of keys: ``dv`` and ``de``, where ``dk`` is a kernel by itself."""
+    """Computes ``dv`` and ``de`` for a block of keys, if ``dk`` has its own kernel."""
     key_gradients(program)

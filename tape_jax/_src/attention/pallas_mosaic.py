@@ -1,6 +1,6 @@
-"""The fused kernels by Pallas' Mosaic GPU backend: NVIDIA Ampere, Ada and Hopper, types of 16 bits.
+"""The fused kernels on Pallas' Mosaic GPU backend: NVIDIA Ampere, Ada and Hopper, 16-bit types.
 
-What runs on a chip is in ``mosaic_hopper`` and ``mosaic_ampere``.
+The programs for each chip are in ``mosaic_hopper`` and ``mosaic_ampere``.
 """
 
 from __future__ import annotations
@@ -72,20 +72,20 @@ def _check_call(request: Request) -> None:
 def attend(
     request: Request, *, tiles: Tiles | Sequence[Sequence[int]] | None = None
 ) -> tuple[Array, Array | None]:
-    """Computes attention by fused kernels.
+    """Computes attention with fused kernels.
 
     Args:
       request: the call.
       tiles: block sizes, warps and stages of each kernel, or lists of these numbers; None: from the
-        table. Four warps own 64 rows of the own side, and there are four or eight. On Hopper others
-        copy, and blocks of the other side are multiples of 64; on Ampere and Ada there are at least
-        16 rows of the other side for every four warps, and two or three stages.
+        table. Four warps own 64 rows of the own side; there are four or eight warps. On Hopper,
+        other warps copy, and blocks of the other side are multiples of 64. On Ampere and Ada, there
+        are at least 16 rows of the other side for every four warps, and two or three stages.
 
     Returns:
       As :func:`pallas_attention.attend`.
 
     Raises:
-      NotImplementedError: if the call has what the kernels have not.
+      NotImplementedError: if the kernels do not support the call.
       ValueError: for tiles that warpgroups cannot have.
     """
     _check_release()
@@ -93,13 +93,13 @@ def attend(
     width = max(request.q.shape[-1], request.v.shape[-1])
     segments = request.visibility.segments is not None
     chosen = mosaic_tiles(width, segments=segments) if tiles is None else Tiles.of(tiles)
-    # The interpreter's callbacks come in an order, which a program that is split has not.
+    # The interpreter's callbacks are ordered, and a split program has no order.
     split = not request.interpret
     launch = _program().launch
     return pallas_attention.attend(request, launch, chosen, narrowest=64, is_split=split)
 
 
 def _program() -> type[MosaicProgram]:
-    """The kernels of the GPU that is here; of another, or without one, those of Hopper."""
+    """Returns this GPU's kernels; for another GPU, or without one, Hopper's."""
     capability = devices.compute_capability()
     return PROGRAMS.get(capability[0], HopperProgram) if capability else HopperProgram

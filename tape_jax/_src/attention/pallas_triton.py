@@ -1,4 +1,4 @@
-"""The fused kernels by Pallas' Triton backend: NVIDIA GPUs from Ampere on, all types.
+"""The fused kernels on Pallas' Triton backend: NVIDIA GPUs from Ampere on, all types.
 
 The backend is deprecated since jax 0.11, which warns when a kernel is compiled.
 
@@ -42,20 +42,20 @@ def attend(
     tiles: Tiles | Sequence[Sequence[int]] | None = None,
     allow_tf32: bool = False,
 ) -> tuple[Array, Array | None]:
-    """Computes attention by fused kernels.
+    """Computes attention with fused kernels.
 
     Args:
       request: the call.
       tiles: block sizes, warps and pipeline stages of each kernel, or lists of these numbers; None:
         from the table.
       allow_tf32: multiply float32 operands as TensorFloat-32 (10 bits of mantissa), which is
-        faster; has no effect on other types, nor in interpreted mode.
+        faster; has no effect on other types or in interpreted mode.
 
     Returns:
       As :func:`pallas_attention.attend`.
 
     Raises:
-      NotImplementedError: if the call has what the kernels have not.
+      NotImplementedError: if the kernels do not support the call.
     """
     pallas_attention.check_call(request)
     width = max(request.q.shape[-1], request.v.shape[-1])
@@ -79,7 +79,7 @@ def launch(
     length = inputs["k"].shape[1]
 
     def kernel(inputs: Named, outputs: Named) -> None:
-        # Read outside loops: the interpreter cannot inside.
+        # Read outside loops: the interpreter cannot read inside.
         block, head, b = (pl.program_id(n) for n in range(3))
         body(TritonProgram(call, {**inputs, **outputs}, tile, block, head, b, length))
 
@@ -132,7 +132,7 @@ def _iota(size: int) -> Array:
 
 
 def _rows_exist(length: int, start: Array, rows: int, columns: int) -> Array | None:
-    """Mask ``[rows, columns]`` of a tile that may reach past the end; None if none can."""
+    """Returns a tile's mask ``[rows, columns]``; None if no tile reaches past the end."""
     if length % rows == 0:
         return None
     return jnp.broadcast_to((start + _iota(rows) < length)[:, None], (rows, columns))

@@ -1,15 +1,15 @@
 """Attention over sequences that are split over devices: keys, values and states go round a ring.
 
 Every device keeps its queries and passes keys, values and position states on to its neighbour,
-until each has seen all (ring attention; Liu et al., 2023). A visiting part is attended by the
-blockwise computation of ``chunked``, and merged with what came before by the maximum and sum of
-each row. The backward pass computes probabilities again; the gradients of keys, values and states
-travel along with them, in the accumulator type. So do the log decay of keys, and its gradient.
+until each device has seen them all (ring attention; Liu et al., 2023). ``chunked`` computes
+attention over each visiting part, which is merged with the earlier parts by the maximum and sum of
+each row. The backward pass recomputes probabilities. The gradients of keys, values and states
+travel along with them, in the accumulator type. So do the log decay of keys and its gradient.
 Memory is O(T / devices), and the only collectives are permutations.
 
-Under the causal rule a device with early tokens would have little to do. So tokens are held in
-zigzag order (``zigzag``): at every step two of the four pairs of chunks that
-meet on a device are visible, on all devices alike.
+Under the causal rule, a device with early tokens would have little to do. Tokens are therefore held
+in zigzag order (``zigzag``). At every step, two of the four pairs of chunks that meet on a device
+are visible, on all devices alike.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def attend(
 
     Args:
       request: the call.
-      order: of the tokens, in the inputs and in the result: ``natural``, or ``zigzag`` as
+      order: order of tokens in the inputs and the result: ``natural``, or ``zigzag`` as
         ``zigzag.to_zigzag`` makes it, which saves exchanging all arrays.
-      block_q, block_k: as in ``chunked.attend``, inside of a chunk.
+      block_q, block_k: as in ``chunked.attend``, within a chunk.
 
     Returns:
       ``o [B, T, Hq, Dv]`` and ``a [B, T, Hq, De]`` (None if no state is attended), in the
@@ -107,7 +107,7 @@ def attend(
     ring = _Ring(
         names=names,
         count=count,
-        # Where nothing depends on the order, any will do.
+        # If nothing depends on the order, any will do.
         zigzag=order == "zigzag" or band.hides,
         exchange=order == "natural" and band.hides,
         band=band,
@@ -133,7 +133,7 @@ def attend(
 
 
 def _sharding(request: Request) -> Sharding | None:
-    """The call's mesh and rules, or those of jax's own context."""
+    """Returns the call's mesh and rules, or those of jax's context."""
     if request.sharding is not None:
         return request.sharding
     mesh = jax.sharding.get_abstract_mesh()
@@ -141,7 +141,7 @@ def _sharding(request: Request) -> Sharding | None:
 
 
 class _Inputs(NamedTuple):
-    """Arrays of a call: of all devices, or those of one.
+    """Arrays of a call, for all devices or for one.
 
     Attributes:
       q: rotated queries ``[B, T, Hq, D']``.
@@ -161,7 +161,7 @@ class _Inputs(NamedTuple):
 
 
 class _Visitor(NamedTuple):
-    """The arrays that travel, cut into chunks: ``C'`` keys, padded to whole blocks.
+    """The arrays that travel, cut into chunks of ``C'`` keys, padded to whole blocks.
 
     Attributes:
       k: rotated keys ``[2, B, Hk, C', D']``.
@@ -186,7 +186,7 @@ class _Visitor(NamedTuple):
 
 
 class _Host(NamedTuple):
-    """The arrays that stay: queries ``[2, B, Hk, G * C', D']``, ids and decay as a visitor's."""
+    """The arrays that stay: queries ``[2, B, Hk, G * C', D']``; ids and decay as a visitor's."""
 
     q: Array
     ids: Array | None
@@ -199,11 +199,11 @@ class _Ring:
 
     Attributes:
       names: axes of the mesh that split the sequence.
-      count: of the devices along them.
+      count: number of devices along them.
       zigzag: whether device ``d`` holds chunks ``d`` and ``2n - 1 - d``, or ``2d`` and ``2d + 1``.
-      exchange: whether the arrays come, and the result goes, in natural order.
+      exchange: whether to exchange the inputs from natural order, and the result back.
       band: the causal rule and the window.
-      blocks: of one chunk against another.
+      blocks: sizes for one chunk against another.
     """
 
     names: tuple[str, ...]
@@ -214,15 +214,15 @@ class _Ring:
     blocks: chunked.Blocks
 
     def chunk(self, device: Array, slot: Array) -> Array:
-        """Number of the chunk that a device holds in slot 0 or 1."""
+        """Returns the number of a device's chunk in slot 0 or 1."""
         if self.zigzag:
             return jnp.where(slot == 0, device, CHUNKS * self.count - 1 - device)
         return CHUNKS * device + slot
 
     def pairs(self) -> Array:
-        """Slots of queries and keys ``[pairs, 2]`` that may see one another."""
+        """Returns the slots ``[pairs, 2]`` of queries and of keys they may see."""
         every = [(1, 0), (0, 0), (1, 1), (0, 1)]
-        # No chunk of the first half of a sequence sees one of the second.
+        # Chunks of a sequence's first half do not see those of the second.
         return jnp.array(every[:3] if self.band.is_causal and self.zigzag else every, jnp.int32)
 
     def passed_on(self, x: Any) -> Any:
@@ -239,13 +239,13 @@ class _Ring:
     ) -> Any:
         """Calls ``carry = visit(carry, visitor, device)`` for all devices' visitors, own first.
 
-        ``after`` is applied to the carry after each, so that parts of it can travel too.
+        ``after`` is applied to the carry after each call, so that parts of it can travel too.
         """
         here = lax.axis_index(self.names)
 
         def step(hop: Array, carry: tuple[Any, _Visitor]) -> tuple[Any, _Visitor]:
             carry, visitor = carry
-            # Sent before it is used, so that the two can overlap.
+            # Sent before use, so that the two can overlap.
             upcoming = self.passed_on(visitor)
             return after(visit(carry, visitor, (here - hop) % self.count)), upcoming
 
@@ -278,13 +278,13 @@ def _specs(sharding: Sharding, inputs: _Inputs) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _attend_compiled(ring: _Ring, sharding: Sharding, specs: Any, inputs: _Inputs) -> Array:
-    """``[o | a]`` ``[B, T, Hq, Dv + De]`` of all devices."""
+    """Computes ``[o | a]`` ``[B, T, Hq, Dv + De]`` of all devices."""
     run = functools.partial(_on_device, ring)
     return on_devices(run, sharding, (specs,), specs.q)(inputs)
 
 
 def _on_device(ring: _Ring, inputs: _Inputs) -> Array:
-    """``[o | a]`` for the queries of one device."""
+    """Computes ``[o | a]`` for one device's queries."""
     if ring.exchange:
         swap = functools.partial(exchange, names=ring.names, count=ring.count, axis=1)
         inputs = jax.tree.map(swap, inputs)
@@ -292,7 +292,7 @@ def _on_device(ring: _Ring, inputs: _Inputs) -> Array:
     block_q, block_k = ring.blocks.block_q, ring.blocks.block_k
 
     def chunks(x: Array, block: int, mode: str = "constant") -> Array:
-        """``[B, 2C, ...]`` to ``[2, B, C', ...]``."""
+        """Reshapes ``[B, 2C, ...]`` to ``[2, B, C', ...]``."""
         x = jnp.moveaxis(x.reshape(x.shape[0], CHUNKS, -1, *x.shape[2:]), 1, 0)
         return chunked.pad(x, block, axis=2, mode=mode)
 
@@ -324,7 +324,7 @@ def _on_device(ring: _Ring, inputs: _Inputs) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: _Ring, host: _Host, visitor: _Visitor) -> Array:
-    """Attention on one device, ``[2, B, Hk, G * C', Dv + De]`` in the accumulator type."""
+    """Computes attention on one device, ``[2, B, Hk, G * C', Dv + De]`` in the accumulator type."""
     return _forward(ring, host, visitor)[0]
 
 
@@ -337,7 +337,7 @@ class _Attended(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Residuals of the backward pass: inputs, and what all keys make of each row."""
+    """Residuals of the backward pass: inputs, and each row's result over all keys."""
 
     host: _Host
     visitor: _Visitor
@@ -408,7 +408,7 @@ def _bias(ring: _Ring, host: _Host) -> DecayBias | None:
 def _arrays(
     ring: _Ring, host: _Host, visitor: _Visitor, pair: Array, here: Array, device: Array
 ) -> chunked.Arrays:
-    """Queries of slot ``pair[0]`` here against keys of slot ``pair[1]`` from ``device``."""
+    """Combines queries of slot ``pair[0]`` here with keys of slot ``pair[1]`` from ``device``."""
     query, key = pair
     chunk = jax.tree.map(lambda x: x[key], visitor)
     ids = None if host.ids is None else (host.ids[query], chunk.ids)
@@ -423,7 +423,7 @@ def _arrays(
 
 
 def _split_gradients(visitor: _Visitor, found: chunked.Arrays) -> _Visitor:
-    """Gradients of one chunk in the form of a visitor."""
+    """Returns the gradients of one chunk as a visitor."""
     width = visitor.v.shape[-1]
     d_e = None
     if visitor.e is not None:
@@ -435,7 +435,7 @@ def _split_gradients(visitor: _Visitor, found: chunked.Arrays) -> _Visitor:
 
 
 def _merge(x: _Attended, y: _Attended) -> _Attended:
-    """Attention over two sets of keys, from that over each."""
+    """Merges attention over two sets of keys."""
     top = jnp.maximum(x.top, y.top)
     x_total, y_total = x.total * jnp.exp(x.top - top), y.total * jnp.exp(y.top - top)
     total = x_total + y_total

@@ -1,4 +1,4 @@
-"""Attention inside shifted groups of the sequence, for training on long ones."""
+"""Attention inside shifted groups of the sequence, for training on long sequences."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def shifted_group_attention(
     log_decay: Array | tuple[Array, Array] | None = None,
     **options: Any,
 ) -> tuple[Array, Array | None]:
-    """Attention inside groups of the sequence (shifted sparse attention, LongLoRA, section 3.2).
+    """Computes attention inside groups of tokens (shifted sparse attention, LongLoRA, section 3.2).
 
     The first half of the heads attends inside ``groups`` groups of ``T / groups`` tokens. In the
-    second half the groups begin half a group earlier, so that neighbouring groups overlap. What
-    then sticks out at the beginning, and what is left over at the end, are groups of their own:
-    joined into one, they would let the first tokens see the last.
+    second half, the groups begin half a group earlier, so that neighbouring groups overlap. The
+    half groups at the beginning and the end are separate groups: joined into one, they would let
+    the first tokens see the last.
 
     Args:
       q, k, v, state, query_state: as in :func:`tape_jax.attention`, of one length ``T``; states
-        have one head or as many as ``k``. Heads are even in number; those of ``k`` may be 1.
+        have one head or as many as ``k``. The number of heads is even; ``k`` may have 1.
       groups: number of groups.
       segment_ids: integers ``[..., T]``, or None.
       log_decay: as in :func:`tape_jax.attention`.
-      **options: further keywords of :func:`tape_jax.attention`, except ``mask``, ``bias``,
+      **options: other keywords of :func:`tape_jax.attention`, except ``mask``, ``bias``,
         ``logits_fn`` and ``weights_fn``.
 
     Returns:
@@ -54,7 +54,7 @@ def shifted_group_attention(
     half = time // groups // 2
 
     def grouped(x: Array) -> Array:
-        """``[batch..., T, H, ...]`` to ``[2, batch..., groups, T / groups, H / 2, ...]``."""
+        """Maps ``[batch..., T, H, ...]`` to ``[2, batch..., groups, T / groups, H / 2, ...]``."""
         first, second = (x, x) if x.shape[batch + 1] == 1 else jnp.split(x, 2, axis=batch + 1)
         x = jnp.stack([first, jnp.roll(second, -half, axis=batch)])
         return x.reshape(*x.shape[: batch + 1], groups, 2 * half, *x.shape[batch + 2 :])
@@ -84,7 +84,7 @@ def shifted_group_attention(
 
     ids = jnp.zeros(time, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
     ids = 2 * with_batch(ids.astype(jnp.promote_types(ids.dtype, jnp.int32)), batch + 1)
-    # Rolled around, the first half group shares the last group with tokens that it must not see.
+    # After the roll, the first half group shares the last group with tokens it must not see.
     ids = jnp.stack([ids, ids + (jnp.arange(time) < half)], axis=-1)
     out, attended = attention(
         grouped(q),
@@ -100,7 +100,7 @@ def shifted_group_attention(
 
 
 def _check(q: Array, k: Array, groups: int, options: dict[str, Any]) -> None:
-    """Raise ValueError unless length and heads can be divided, and nothing else is asked for."""
+    """Raise ValueError if length or heads cannot be divided, or for an excepted keyword."""
     time, heads = q.shape[-3], k.shape[-2]
     require(
         time % (2 * groups) == 0,

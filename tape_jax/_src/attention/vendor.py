@@ -1,9 +1,9 @@
-"""Attention by kernels of other libraries, with the value ``[v | e]``: what all of them need.
+"""Attention by kernels of other libraries, with the value ``[v | e]``: the part they share.
 
-Attention over values and over states shares its probabilities, so a kernel that takes values of
-another width than its keys computes both at once, from queries and keys rotated before. What can be
-had around a kernel (rotation, padding, rows that see no key, batching, sharding) is done here; what
-the kernel has not is refused, with the reason.
+Attention over values and over states shares its probabilities. A kernel whose values may differ in
+width from its keys therefore computes both at once, from rotated queries and keys. This module
+does what can be done around a kernel: rotation, padding, rows that see no key, batching, sharding.
+It refuses what the kernel lacks, with the reason.
 
 Each backend is an instance of a :class:`Vendor` in a module ``vendor_<library>``.
 """
@@ -35,9 +35,9 @@ class VendorCall:
       softcap: bound of the scaled logits, or None.
       band: the causal rule and the window.
       offset: index of the first query among the keys.
-      queries, keys: how many there are.
+      queries, keys: number of each.
       widths: of the values, and of the state as a value (0: not attended).
-      same_ids: whether segment ids, if there are any, are those of queries and keys alike.
+      same_ids: whether queries and keys share segment ids, if there are any.
       interpret: run by XLA operations, on any device.
     """
 
@@ -53,7 +53,7 @@ class VendorCall:
 
     @classmethod
     def of(cls, request: Request) -> VendorCall:
-        """Describes a call; raises NotImplementedError for what no kernel here takes."""
+        """Describes a call; raises NotImplementedError for calls that no kernel here takes."""
         visibility = request.visibility
         offset, segments = visibility.query_offset, visibility.segments
         if not isinstance(offset, int):
@@ -75,7 +75,7 @@ class VendorCall:
         )
 
     def rows_that_see(self) -> np.ndarray:
-        """Booleans ``[Tq]``: whether position lets a query see any key."""
+        """Returns booleans ``[Tq]``: whether a query sees any key by position."""
         at, last = np.arange(self.queries, dtype=np.int32) + np.int32(self.offset), self.keys - 1
         lowest, highest = self.band.lowest, self.band.highest
         first = np.zeros_like(at) if lowest is None else np.maximum(at + np.int32(lowest), 0)
@@ -84,10 +84,10 @@ class VendorCall:
 
 
 class Vendor:
-    """A backend: what a library's kernel is and what it takes.
+    """A backend: a library's kernel and what it takes.
 
     Attributes:
-      types: of the operands of the kernel.
+      types: dtypes of the kernel's operands.
       segments: whether it takes segment ids.
       softcap: whether it bounds logits.
       hidden_rows: whether it stays finite, forward and backward, for queries that see no key.
@@ -103,28 +103,28 @@ class Vendor:
         raise NotImplementedError
 
     def check_call(self, call: VendorCall, request: Request) -> None:
-        """Raises NotImplementedError for calls that this kernel cannot do, beside the common."""
+        """Raises NotImplementedError for calls that this kernel cannot do, beyond common ones."""
 
     def kernel(self, call: VendorCall, args: Named) -> Array:
-        """Attention of any number of rows and heads, ``[B, Tq, Hq, Dv + De]``; differentiable.
+        """Attends for any number of rows and heads, ``[B, Tq, Hq, Dv + De]``; differentiable.
 
         Args:
-          call: what is known beside the arrays.
-          args: as in :meth:`everywhere`, ids ``[B, T]``, and what :meth:`fixed` gives.
+          call: the static part of the call.
+          args: as in :meth:`everywhere`, but ids ``[B, T]``, and the arrays of :meth:`fixed`.
         """
         raise NotImplementedError
 
     def fixed(self, call: VendorCall, groups: int) -> Named:
-        """Arrays that the kernel needs beside, the same for all rows and heads."""
+        """Returns further arrays for the kernel, the same for all rows and heads."""
         return {}
 
     def everywhere(self, call: VendorCall, args: Named) -> Array:
-        """The kernel, with its derivative, under ``vmap`` and in sharded programs.
+        """Runs the kernel, with its derivative, under ``vmap`` and in sharded programs.
 
         Args:
-          call: what is known beside the arrays.
-          args: ``q [B, Tq, Hq, D]``, ``k [B, S, Hk, D]``, ``values [B, S, Hk, Dv + De]``, and maybe
-            ``query_ids [B|1, Tq]`` and ``key_ids [B|1, S]``.
+          call: the static part of the call.
+          args: ``q [B, Tq, Hq, D]``, ``k [B, S, Hk, D]``, ``values [B, S, Hk, Dv + De]``, and
+            optionally ``query_ids [B|1, Tq]`` and ``key_ids [B|1, S]``.
         """
         rows, _, heads, _ = args["q"].shape
         ids: Named = {name: args[name] for name in ("query_ids", "key_ids") if name in args}
@@ -169,14 +169,14 @@ class Vendor:
         return call
 
     def attend(self, request: Request) -> tuple[Array, Array | None]:
-        """Computes attention by the library's kernel.
+        """Computes attention with the library's kernel.
 
         Returns:
           ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` (None if no state is attended), in the
           type of the queries.
 
         Raises:
-          NotImplementedError: if the call has what the kernel has not.
+          NotImplementedError: if the kernel does not support the call.
         """
         call = self._checked(request)
         q, k = request.rotated()
@@ -196,7 +196,7 @@ def _attend_compiled(vendor: Vendor, call: VendorCall, args: Named) -> Array:
 
 
 def _rows_that_see(call: VendorCall, args: Named) -> Array | None:
-    """Booleans ``[B|1, Tq]``: whether a query sees any key; None if all do."""
+    """Returns booleans ``[B|1, Tq]``: whether a query sees any key; None if all do."""
     if "query_ids" not in args:
         seen = call.rows_that_see()
         return None if seen.all() else jnp.asarray(seen)[None]
@@ -208,7 +208,7 @@ def _rows_that_see(call: VendorCall, args: Named) -> Array | None:
 
 
 def check_gpu(interpret: bool, oldest: tuple[int, int], architecture: str) -> None:
-    """Raises NotImplementedError unless this machine has such a GPU."""
+    """Raises NotImplementedError if ``interpret``, or without a GPU from ``oldest`` on."""
     refuse(interpret, "the kernel has no interpreted mode")
     capability = devices.compute_capability()
     if capability is None:
@@ -233,5 +233,5 @@ def pad_to(x: Array, size: int, axis: int) -> Array:
 
 
 def round_up(n: int, size: int) -> int:
-    """The next multiple of ``size``."""
+    """Rounds up to a multiple of ``size``."""
     return -(-n // size) * size

@@ -1,4 +1,4 @@
-"""Attention by cuDNN, by way of jax's public function."""
+"""Attention by cuDNN, through jax's public function."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Cudnn(Vendor):
-    """One call of cuDNN for values and one for states, since it wants values as wide as keys.
+    """Calls cuDNN once for values and once for states, since values must be as wide as keys.
 
-    jax's function passes batching and sharding on by itself.
+    jax's function passes on batching and sharding itself.
 
     Attributes:
       implementation: of ``jax.nn.dot_product_attention``.
@@ -72,7 +72,7 @@ class Cudnn(Vendor):
         return jnp.concatenate(outs, axis=-1)
 
     def _width(self, dim: int, call: VendorCall) -> int:
-        """The one width of queries, keys and values."""
+        """Returns the common width of queries, keys and values."""
         return round_up(max(dim, *call.widths), 8)
 
 

@@ -25,10 +25,10 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Splash(Vendor):
-    """TPU splash attention, of jax.
+    """jax's splash attention for TPUs.
 
     Attributes:
-      block: queries and keys in a block, a multiple of 128; None: chosen by length.
+      block: queries and keys in a block, a multiple of 128; None chooses by length.
     """
 
     block: int | None = None
@@ -55,18 +55,18 @@ class Splash(Vendor):
         )
 
     def attend(self, request: Request, *, block: int | None = None) -> tuple[Array, Array | None]:
-        """Computes attention by splash kernels.
+        """Computes attention with splash kernels.
 
         Args:
           request: the call.
-          block: queries and keys in a block, a multiple of 128; None: chosen by length.
+          block: queries and keys in a block, a multiple of 128; None chooses by length.
 
         Returns:
           As :meth:`Vendor.attend`.
 
         Raises:
           ValueError: if ``block`` is not allowed.
-          NotImplementedError: if the call has what the kernel has not.
+          NotImplementedError: if the kernel does not support the call.
         """
         require(
             block is None or (block > 0 and block % self.LANES == 0),
@@ -107,16 +107,16 @@ class Splash(Vendor):
         return from_rows(out, args["q"].shape[2], call.queries)
 
     def _head(self, call: VendorCall, kernel: Callable, args: Named, ids: Named) -> Array:
-        """Attention of one row and key/value head, ``[G, Tq, Dv + De]``.
+        """Computes attention of one row and key/value head, ``[G, Tq, Dv + De]``.
 
         Args:
-          call: what is known beside the arrays.
+          call: the static part of the call.
           kernel: of jax.
           args: ``q [G, Tq, D]``, ``k [S, D]`` and ``values [S, Dv + De]``.
-          ids: maybe ``query_ids [Tq]`` and ``key_ids [S]``.
+          ids: optionally ``query_ids [Tq]`` and ``key_ids [S]``.
         """
         (rows, _), (columns, _) = map(self._blocks, (call.queries, call.keys))
-        # The kernel has no factor on the logits.
+        # The kernel does not scale the logits.
         q = (args["q"].astype(jnp.float32) * call.scale).astype(args["q"].dtype)
         segments = None
         if ids:
@@ -127,7 +127,7 @@ class Splash(Vendor):
         return kernel(pad_to(q, rows, 1), k, values, segments)[:, : call.queries]
 
     def _blocks(self, length: int) -> tuple[int, int]:
-        """Length to pad to, and a size of blocks that divides it."""
+        """Returns the padded length and a block size that divides it."""
         block = self.block
         if block is None:
             count = -(-length // self.LARGEST_BLOCK)
@@ -152,7 +152,7 @@ class _KeysBelow(splash_attention_mask.Mask):
 
 
 def _splash_mask(call: VendorCall, padded: tuple[int, int]) -> splash_attention_mask.Mask:
-    """Return the mask of position, and of padding where a query could see it."""
+    """Return the mask by position, and of padding that a query could see."""
     masks, band = splash_attention_mask, call.band
     if band.window is not None:
         mask: Any = masks.LocalMask(padded, (band.window[0], band.highest), call.offset)

@@ -1,4 +1,4 @@
-"""Attention by tokamax's kernels for GPUs, by way of its public function."""
+"""Attention by tokamax's kernels for GPUs, through its public function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tokamax(Vendor):
     """Kernels of tokamax.
 
     Attributes:
-      kernels: their names there; the first that runs on this machine is taken.
+      kernels: their names in tokamax; the first that runs on this machine is used.
     """
 
     kernels: tuple[str, ...]
@@ -34,7 +34,7 @@ class Tokamax(Vendor):
         "mosaic_gpu": ((9, 0), (11, 0), "Hopper or Blackwell"),
         "triton": ((8, 0), (99, 0), "Ampere or later"),
     }
-    # Lengths are padded to a multiple: of 64 for Mosaic's tiles, of 128 where there is a window.
+    # Lengths are padded to a multiple: of 64 for Mosaic's tiles, of 128 if there is a window.
     MULTIPLE = 128
 
     def check_device(self, interpret: bool) -> None:
@@ -44,7 +44,7 @@ class Tokamax(Vendor):
         self.here()
 
     def here(self) -> str:
-        """The first kernel that runs on this machine."""
+        """Returns the first kernel that runs on this machine."""
         capability = devices.compute_capability()
         if capability is None:
             raise NotImplementedError(

@@ -1,7 +1,7 @@
 """The order in which a ring of devices holds a sequence.
 
-The sequence is cut into two chunks for each of ``n`` devices, and device ``d`` holds chunks ``d``
-and ``2n - 1 - d``: one from either end, so that under the causal rule all have as much to do.
+The sequence is cut into two chunks for each of ``n`` devices. Device ``d`` holds chunks ``d`` and
+``2n - 1 - d``, one from either end, so that all have equal work under the causal rule.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ CHUNKS = 2
 
 
 def to_zigzag(sharding: Sharding, x: Array, axis: int) -> Array:
-    """Puts tokens, in natural order along ``axis``, into the order in which devices hold them.
+    """Reorders tokens along ``axis`` from natural order to the order in which devices hold them.
 
     Args:
       sharding: a mesh that splits the sequence over ``n`` devices, and rules.
-      x: an array with batch first, unless time is.
-      axis: of time, a multiple of ``2 n`` long.
+      x: an array with batch first, unless time is first.
+      axis: the time axis, a multiple of ``2 n`` long.
 
     Returns:
-      The same array, of whose ``2 n`` chunks device ``d`` holds ``d`` and ``2n - 1 - d``.
+      The reordered array; of its ``2 n`` chunks, device ``d`` holds ``d`` and ``2n - 1 - d``.
     """
     return _reordered(sharding, axis, False, x)
 
@@ -41,7 +41,7 @@ def from_zigzag(sharding: Sharding, x: Array, axis: int) -> Array:
     return _reordered(sharding, axis, True, x)
 
 
-# Its own derivative, the inverse: that of shard_map would add up what other axes of a mesh copy.
+# The derivative is the inverse: shard_map's own would add up what other mesh axes copy.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _reordered(sharding: Sharding, axis: int, back: bool, x: Array) -> Array:
     names, count = sharding.mesh_axes("sequence"), sharding.shards("sequence")
@@ -63,8 +63,8 @@ _reordered.defvjp(
 def exchange(x: Array, names: tuple[str, ...], count: int, axis: int, back: bool = False) -> Array:
     """Swaps chunks with other devices: ``2d, 2d + 1`` for ``d, 2n - 1 - d``, or ``back``.
 
-    A device has one chunk of even and one of odd number in either order, so all even ones can
-    travel in one permutation and all odd ones in another.
+    In either order, a device has one even and one odd chunk. All even chunks can travel in one
+    permutation, and all odd ones in another.
     """
     even_first = lax.axis_index(names) % 2 == 0
 
@@ -97,8 +97,8 @@ def check_chunks(length: int, count: int, names: tuple[str, ...]) -> None:
 def on_devices(
     function: Callable, sharding: Sharding, in_specs: tuple[Any, ...], out_specs: Any
 ) -> Callable:
-    """``function`` on what each device holds."""
-    # Loops whose bounds and carries differ between devices have no replication to be checked.
+    """Applies ``function`` to what each device holds."""
+    # Bounds and carries of loops differ between devices, so there is no replication to check.
     return jax.shard_map(
         function, mesh=sharding.inner, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

@@ -1,9 +1,8 @@
 """The parts of a report that depend on the task.
 
 A task may have a function ``compare(task, results)``, named by a line in ``COMPARISONS``, which
-sets its models side by side. One function serves every other
-:class:`train.tasks.questions.QuestionTask`; the reports of tasks without any have scores, losses
-and samples only.
+compares its models. One function serves every other :class:`train.tasks.questions.QuestionTask`.
+The reports of tasks without any have only scores, losses and samples.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COMPARISONS: dict[str, str] = {
     "scrolls": "train.compare.tasks.scrolls:compare",
     "text": "train.compare.tasks.text:compare",
 }
-# What there is to see inside a model of one task only.
+# Figures of a model's inside for one task only.
 INSIDE: dict[str, str] = {"address": "train.compare.tasks.address:inside"}
 QUESTIONS = "train.compare.tasks.questions:compare"
 
@@ -36,8 +35,8 @@ class Comparison:
     """The contents of a report on several models of one task, beside their scores.
 
     Attributes:
-      title: of the report.
-      introduction: in a paragraph what the models were trained on and asked.
+      title: the report's.
+      introduction: a paragraph on what the models were trained on and asked.
       sections: Markdown by heading; figures appear there by their file names.
       figures: matplotlib figures by file name.
       scores: those of the table of results, in order; none: the task's.
@@ -51,11 +50,11 @@ class Comparison:
 
 
 def compare(task: Task, results: Mapping[str, Sequence[Any]]) -> Comparison:
-    """Sets models side by side.
+    """Compares models.
 
     Args:
-      task: on which they were trained and judged.
-      results: for each name its results, one for each seed; names without any are left out.
+      task: the task on which they were trained and judged.
+      results: each name's results, one for each seed; names without any are left out.
 
     Raises:
       ValueError: results that cannot be compared.
@@ -71,10 +70,10 @@ def compare(task: Task, results: Mapping[str, Sequence[Any]]) -> Comparison:
 
 
 def inside(task: Task, trained: Trained) -> dict[str, Figure]:
-    """Figures of the inside of a model that are of its task alone, by file name; mostly none.
+    """Draws the figures of a model's inside that only its task has, by file name; mostly none.
 
     Args:
-      task: on which it was trained.
+      task: the task on which it was trained.
       trained: the model.
     """
     found = INSIDE.get(task_name(task))

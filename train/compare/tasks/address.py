@@ -33,7 +33,7 @@ UNTRAINED = "{}, encoding as before training"
 def compare(task: Address, results: Mapping[str, Sequence[AddressResult]]) -> Comparison:
     """Reports exact match as heat maps and by length, and where each name's first model points.
 
-    Shares are of the answers of all seeds together, and their intervals over the seeds.
+    Shares are of all seeds' answers together; their intervals are over the seeds.
     """
     grids, every = {}, {}
     for name, seeds in results.items():
@@ -68,7 +68,7 @@ def compare(task: Address, results: Mapping[str, Sequence[AddressResult]]) -> Co
 
 
 def figure_of(grids: Mapping[str, Grid], pointing: Mapping[str, Pointing]) -> Figure:
-    """Draws exact match, and beside it where questions point, in a row for each name.
+    """Draws exact match and, beside it, where questions point, in a row for each name.
 
     Args:
       grids: by name.
@@ -143,7 +143,7 @@ def _layers(
 
 
 def _name_places(panels: Sequence[Axes]) -> None:
-    """Says below a row of panels what their places are."""
+    """Labels the places below a row of panels."""
     middle = panels[len(panels) // 2]
     middle.set_xlabel("places after the token asked about", fontsize=SMALL)
 
@@ -152,14 +152,14 @@ def _rows(pointing: Pointing) -> list[tuple[str, np.ndarray]]:
     """Returns what to draw of a model: labels, and each layer's clearest head, [L, K, R]."""
     found = [("attention of", _clearest(pointing.attention, pointing.places))]
     states = pointing.states
-    # States that stay as they are have nothing to say.
+    # States that stay as they are show nothing.
     if states is not None and not np.allclose(states[0], states[-1], atol=1e-3, equal_nan=True):
         found.append(("state entering", _clearest(states, pointing.places)))
     return found
 
 
 def _clearest(values: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Picks of [L, H, K, R] each layer's head with most at the token asked about, or the answer."""
+    """Picks each layer's head of [L, H, K, R] with most at the token asked about, or the answer."""
     offsets = np.arange(1, values.shape[2] + 1)
     zero = int(np.flatnonzero(places == 0)[0])
     asked = np.nanmean(values[..., zero], axis=-1)

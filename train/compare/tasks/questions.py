@@ -19,7 +19,7 @@ from train.tasks.questions import QuestionTask
 
 
 def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Comparison:
-    """Reports exact match in a figure and by length; of several seeds, their means.
+    """Reports exact match in a figure and by length; for several seeds, their means.
 
     The figure has a curve for each name or, with two operands, a heat map.
     """
@@ -53,7 +53,7 @@ def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Compar
 
 
 def compare_passkeys(task: Passkey, results: Mapping[str, Sequence[Grid]]) -> Comparison:
-    """Reports exact match as heat maps and by length; of several seeds, their means."""
+    """Reports exact match as heat maps and by length; for several seeds, their means."""
     grids = {name: pool(list(of_seeds)) for name, of_seeds in results.items()}
     first = next(iter(grids.values()))
     lengths = ", ".join(f"{n:,}" for n in first.columns)

@@ -86,7 +86,7 @@ def compare(task: Text, results: Mapping[str, Sequence[TextResult]]) -> Comparis
 
 
 def tables(results: Mapping[str, Sequence[Perplexity]]) -> dict[str, str]:
-    """Perplexity by length for each way of measuring, and bits per byte where bytes are known."""
+    """Returns perplexity by length for each protocol, and bits per byte if bytes are known."""
     protocols = require_same_targets(results).protocols
     found = {
         f"Perplexity, {PROTOCOLS[protocol]}": table(
@@ -104,7 +104,7 @@ def tables(results: Mapping[str, Sequence[Perplexity]]) -> dict[str, str]:
 def by_length(
     results: Mapping[str, Sequence[Perplexity]],
 ) -> dict[str, dict[str, Series]]:
-    """Perplexity by length: for each way of measuring a line for each name."""
+    """Returns perplexity by length: for each protocol, a line for each name."""
     first = require_same_targets(results)
     panels: dict[str, dict[str, Series]] = {}
     for protocol in first.protocols:
@@ -120,7 +120,7 @@ def by_length(
 def by_position(
     results: Mapping[str, Sequence[Perplexity]],
 ) -> dict[str, dict[str, Series]]:
-    """Loss by position in the longest windows that each model takes."""
+    """Returns loss by position in the longest windows that each model takes."""
     first = require_same_targets(results)
     panels: dict[str, dict[str, Series]] = {}
     for protocol in first.protocols:

@@ -1,5 +1,5 @@
 """Measurements of which implementation is the fastest on the machine at hand.
 
-``records`` keeps what was measured in a file and finds what a call should take, ``measure`` checks
-and times, and ``command`` is ``python -m tape_jax.tune``.
+``records`` keeps measurements in a file and finds the best implementation for a call, ``measure``
+checks and times, and ``command`` is ``python -m tape_jax.tune``.
 """

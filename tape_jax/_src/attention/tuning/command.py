@@ -18,7 +18,7 @@ from tape_jax._src.core.table import markdown
 
 
 def main(argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tape_jax.tune", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def report(table: Table, shapes: Sequence[CallShape]) -> str:
-    """Return the table of what calls take, and why other implementations were left out."""
+    """Return a table of each call's implementation, and why others were left out."""
     shape = ("D", "T", "type", "sequences x heads", "state")
     times = ("forward ms", "x default", "and backward ms", "x default", "default")
     heading = (*shape, "taken", *times)
@@ -121,10 +121,10 @@ def _positive(text: str) -> int:
 
 
 def draw(table: Table, shapes: Sequence[CallShape]) -> bytes:
-    """Time by length as PNG: one panel for each kind of call, one line for each implementation.
+    """Draws time by length as PNG: a panel for each kind of call, a line for each implementation.
 
     Raises:
-      ImportError: if there is no matplotlib.
+      ImportError: if matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
@@ -156,7 +156,7 @@ def draw(table: Table, shapes: Sequence[CallShape]) -> bytes:
 
 
 def as_png(figure: Any) -> bytes:
-    """A figure of matplotlib as PNG, whatever backend it has chosen."""
+    """Renders a matplotlib figure as PNG, whatever its backend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)

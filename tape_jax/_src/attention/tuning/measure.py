@@ -28,9 +28,9 @@ Attend = Callable[..., Any]
 Program = tuple[jax.stages.Compiled, tuple[Any, ...]]
 
 FORWARD, GRADIENTS = DIRECTIONS = ("forward", "forward and backward")
-# What is measured by default, by platform: tokens are those of a batch of several heads. A chip is
-# filled as in training; a CPU meets both small models and single sequences, whose best choices
-# differ, has no arithmetic in 16 bits, and takes long.
+# Shapes measured by default, by platform; tokens are those of a batch of several heads. A chip is
+# filled as in training. A CPU meets both small models and single sequences, whose best choices
+# differ; it has no 16-bit arithmetic, and takes long.
 ACCELERATOR: Mapping[str, Any] = {
     "head_dims": (64, 128),
     "lengths": (256, 512, 1024, 2048, 4096, 8192, 16_384),
@@ -45,15 +45,15 @@ CPU: Mapping[str, Any] = {
     "heads": (1, 8),
     "tokens": 2048,
 }
-# The largest error, of a row relative to its length and that of the others; or this many times the
-# error that the reference has in the type of the call.
+# The largest error of a row, relative to its norm and that of the others; or ``TIMES_REFERENCE``
+# times the reference's own error in the type of the call.
 TOLERANCE, TOLERANCE_IN_16_BITS = 1e-4, 2e-2
 TIMES_REFERENCE = 4.0
-# Timed runs of each; seconds that one lasts at least.
+# Timed runs of each; the least seconds of a run.
 REPEATS = 7
 LEAST = {"cpu": 0.002}
 LEAST_ELSEWHERE = 0.02
-# Why an implementation was left out for which there was no time.
+# The reason for leaving out an implementation without time left.
 LATE = "not measured: no time left"
 
 
@@ -63,8 +63,8 @@ class Limits:
 
     Attributes:
       seconds: the most that a call may take, forward and backward, to be timed.
-      memory: temporary memory in bytes that a call may need.
-      deadline: of ``time.monotonic``; implementations that come later are left out.
+      memory: the most temporary memory in bytes that a call may need.
+      deadline: by ``time.monotonic``; implementations that come later are left out.
     """
 
     seconds: float = 3.0
@@ -80,16 +80,16 @@ def shapes(
     heads: Sequence[int] | None = None,
     tokens: int | None = None,
 ) -> list[CallShape]:
-    """The shapes to measure, what is used most and takes least first; None: by platform.
+    """Returns the shapes to measure, most used and quickest first; None chooses by platform.
 
     Args:
       head_dims, lengths, dtypes: of the calls.
       heads: several numbers of heads. One head stands for one sequence.
-      tokens: in a batch.
+      tokens: number in a batch.
     """
     cpu = jax.default_backend() == "cpu"
     usual = CPU if cpu else ACCELERATOR
-    # Who runs on a CPU takes float32.
+    # On a CPU, float32 is used most.
     types = sorted(
         dtypes or usual["dtypes"], key=lambda name: (jnp.dtype(name).itemsize < 4) == cpu
     )
@@ -113,8 +113,8 @@ class Trials(NamedTuple):
 
     Attributes:
       names: of implementations to be measured, the default first.
-      refused: by name why others cannot do it.
-      default: what is taken where nothing was measured.
+      refused: why others cannot do it, by name.
+      default: the implementation taken if nothing was measured.
     """
 
     names: list[str]
@@ -129,7 +129,7 @@ def trials(shape: CallShape) -> Trials:
     def decide(q: Array, k: Array, v: Array, e: Array | None = None) -> None:
         request = normalize(q, k, v, state=e, is_causal=True)
         default, refused = choice.default(request), {}
-        # ``tokamax`` is the first that runs here of two others.
+        # ``tokamax`` is the first of two others that runs here.
         names = [name for name in choice.BACKENDS if name not in ("ring", "tokamax")]
         for name in names:
             try:
@@ -152,24 +152,24 @@ def tune(
     say: Callable[[str], None] = print,
     timer: Callable[..., Mapping[str, Timing]] = take_turns,
 ) -> Table:
-    """Measures what the file of this machine lacks, and writes each case as soon as it is done.
+    """Measures cases that this machine's file lacks, and writes each as soon as it is done.
 
     Args:
       shapes: to measure, in this order.
-      seconds: after which nothing new is begun.
+      seconds: time after which nothing new is begun.
       again: whether to measure what the file has, too.
       limits: what may be spent on a case.
       say: called with a line about each case.
       timer: measures functions by name, as :func:`tape_jax._src.core.timing.take_turns` does.
 
     Returns:
-      All that the file holds.
+      Everything that the file holds.
     """
     end = time.monotonic() + seconds
     limits = dataclasses.replace(limits or Limits(), deadline=end)
     table: Table = {}
     for done, shape in enumerate(shapes):
-        # One case at a time, so that several processes measure in turns and not beside each other.
+        # One case at a time, so that several processes measure in turns, not simultaneously.
         with records.locked():
             table = records.read()[0] or {}
             if shape in table and not again and finished(table[shape]):
@@ -199,7 +199,7 @@ def measure(
     limits: Limits,
     timer: Callable[..., Mapping[str, Timing]] = take_turns,
 ) -> list[Measured]:
-    """Checks implementations at a shape, and times in turns those that agree with the reference.
+    """Checks implementations at a shape, and times those that agree with the reference, in turns.
 
     Args:
       shape: of the call.
@@ -212,7 +212,7 @@ def measure(
     results: dict[str, Measured] = {}
     programs: dict[str, dict[str, Program]] = {}
     pool = concurrent.futures.ThreadPoolExecutor()
-    # Traced here, since threads know nothing of jax.enable_x64 and the like; compiled side by side.
+    # Traced here, since threads do not see jax.enable_x64 and the like; compiled in parallel.
     compiling = {name: _start_both(pool, name, inputs) for name in names}
     for name in names:
         if time.monotonic() > limits.deadline:
@@ -255,8 +255,7 @@ def measure(
 class _Truth:
     """Outputs and gradients of the reference, with products in full precision.
 
-    It is computed a block of queries at a time, so that a shape may be as large as those that are
-    timed.
+    It is computed one block of queries at a time, so that shapes may be as large as those timed.
 
     Attributes:
       tolerance: the largest error that is allowed.
@@ -272,7 +271,7 @@ class _Truth:
         self.tolerance = max(floor, TIMES_REFERENCE * self.error(program(*args)))
 
     def error(self, found: Any) -> float:
-        """The largest error of outputs and gradients."""
+        """Returns the largest error of outputs and gradients."""
         return max(row_error(x, y) for x, y in zip(_arrays(found), self._wanted, strict=True))
 
 
@@ -282,7 +281,7 @@ def _arrays(tree: Any) -> list[np.ndarray]:
 
 
 def row_error(got: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest distance of two rows, relative to the wanted row and to the usual one."""
+    """Returns the largest distance between two rows, relative to the wanted and the usual row."""
     size = np.linalg.norm(wanted, axis=-1)
     error = np.linalg.norm(got - wanted, axis=-1) / (size + np.sqrt(np.mean(size**2)) + 1e-30)
     worst = float(error.max())
@@ -290,7 +289,7 @@ def row_error(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def caller(name: str) -> Attend:
-    """The causal call of an implementation, of q, k, v and perhaps e."""
+    """Returns an implementation's causal call of q, k, v and optionally e."""
 
     def call(q: Array, k: Array, v: Array, e: Array | None = None) -> Any:
         return attention(q, k, v, state=e, is_causal=True, implementation=name)
@@ -301,7 +300,7 @@ def caller(name: str) -> Attend:
 def _start_both(
     pool: concurrent.futures.Executor, name: str, inputs: Sequence[Array]
 ) -> concurrent.futures.Future[dict[str, Program]]:
-    """Begins to compile an implementation forward, and forward and backward."""
+    """Starts compiling an implementation, forward, and forward and backward."""
     found: concurrent.futures.Future[dict[str, Program]]
     try:
         lowered = {direction: _lowered(caller(name), inputs, direction) for direction in DIRECTIONS}
@@ -313,12 +312,12 @@ def _start_both(
 
 
 def both_ways(forward: Callable[..., Any], inputs: Sequence[Array]) -> dict[str, Program]:
-    """Both programs of :func:`compiled`."""
+    """Returns both programs of :func:`compiled`."""
     return {direction: compiled(forward, inputs, direction) for direction in DIRECTIONS}
 
 
 def compiled(forward: Callable[..., Any], inputs: Sequence[Array], direction: str) -> Program:
-    """The forward pass, or the forward and backward pass, compiled, with its arguments.
+    """Compiles the forward pass, or forward and backward; returns it with its arguments.
 
     Gradients are of all inputs, for random gradients of the outputs.
     """
@@ -343,7 +342,7 @@ def _lowered(
 
 
 def _run_once(programs: dict[str, Program], limits: Limits) -> Any:
-    """Outputs and gradients of a candidate.
+    """Returns outputs and gradients of a candidate.
 
     Raises:
       RuntimeError: if it takes too much memory or time.
@@ -363,8 +362,8 @@ def _run_once(programs: dict[str, Program], limits: Limits) -> Any:
 def hand_back_memory() -> None:
     """Lets glibc return freed memory to the kernel; elsewhere it does nothing.
 
-    A program that needs much of it for a short time is fast or slow on a CPU by what ran before:
-    all of them are timed as where nothing is left over.
+    On a CPU, the speed of a program that briefly needs much memory depends on what ran before. So
+    all programs are timed with nothing left over.
     """
     if jax.default_backend() == "cpu" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
