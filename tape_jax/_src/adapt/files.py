@@ -25,12 +25,12 @@ from tape_jax._src.adapt.identity import (
     is_flat,
 )
 from tape_jax._src.adapt.rules import Rule, parse_rule, table, trainable_mask
-from tape_jax._src.core.checks import from_mapping, require, typed
+from tape_jax._src.core.checks import from_mapping, require, require_in_one_process, typed
 from tape_jax._src.core.files import write_atomically
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
-from tape_jax._src.model.layout import block_name, by_path, replaced, restack
+from tape_jax._src.model.layout import block_name, by_path, replaced, restack, with_position
 
 FORMAT = "tape-jax adapter"
 VERSION = 1
@@ -50,9 +50,9 @@ def save_adapter(
 ) -> None:
     """Writes the trained parameters as one safetensors file, all at once or not at all.
 
-    The file holds the parameters that the rules choose and those that the base lacks, one tensor
-    per layer. Its metadata says how to make the model from the base, and holds the base's
-    fingerprint.
+    The file holds the parameters that the rules choose in any layer, and those that the base lacks,
+    of all layers, one tensor per layer. Its metadata says how to make the model from the base, and
+    holds the base's fingerprint.
 
     Args:
       path: the file; an existing one is replaced.
@@ -65,12 +65,16 @@ def save_adapter(
     Raises:
       ValueError: if a parameter that no rule chooses, or the size of the model, differs from the
         base, as far as the fingerprint tells.
-      NotImplementedError: if safetensors is not installed.
+      NotImplementedError: if safetensors is not installed, or other processes hold parts of the
+        parameters.
     """
     check_variables(variables)
     safetensors = _safetensors()
     rules = [parse_rule(rule) for rule in rules]
-    chosen = by_path(trainable_mask(model, rules))
+    for name, x in flatten_dict(variables["params"], sep="/").items():
+        require_in_one_process(name, x)
+    mask = by_path(trainable_mask(model, rules))
+    chosen = {name for name, layers in mask.items() if any(layers.values())}
     own = fingerprint(model, variables)
     changed = [
         name
@@ -80,7 +84,7 @@ def save_adapter(
     changed += [
         name
         for name, tensor in base.tensors.items()
-        if own.tensors.get(name, tensor) != tensor and not any(chosen.get(name, {}).values())
+        if own.tensors.get(name, tensor) != tensor and name not in chosen
     ]
     require(
         not changed,
@@ -91,7 +95,7 @@ def save_adapter(
         block_name(first, name): np.asarray(x)
         for name, leaves in by_path(variables["params"]).items()
         for first, x in leaves.items()
-        if chosen[name][first] or name not in base.tensors
+        if name in chosen or name not in base.tensors
     }
     unrolled = restack(unflatten_dict(kept, sep="/"), model, replaced(model, scan_layers=False))
     tensors = {
@@ -166,18 +170,44 @@ def load_adapter(
     if changes["lora"] is not None:
         lora = {**changes["lora"], "targets": tuple(changes["lora"]["targets"])}
         changes["lora"] = from_mapping(Lora, lora, what="lora")
-    model = replaced(base_model, **changes)
-    trained = unflatten_dict(tensors, sep="/")
-    trained = restack(trained, replaced(model, scan_layers=False), model)
-    flat = flatten_dict(restack(base_variables["params"], base_model, model), sep="/")
-    for name, x in flatten_dict(trained, sep="/").items():
+    encoding = changes.pop("position")
+    model = with_position(base_model, encoding, **changes)
+    params = _merged(base_variables["params"], base_model, tensors, model)
+    return model, {**base_variables, "params": params}
+
+
+def _merged(
+    params: Any, base_model: Transformer, tensors: dict[str, np.ndarray], model: Transformer
+) -> dict[str, Any]:
+    """Returns the parameters of ``model``: of each layer those of the file, else the base's.
+
+    Args:
+      params: the base's.
+      base_model: the base.
+      tensors: those of the file, by name, one per layer.
+      model: the adapted model.
+    """
+    single, base_single = (replaced(x, scan_layers=False) for x in (model, base_model))
+    wanted, had = by_path(single.parameters()), by_path(base_single.parameters())
+    stored = by_path(tensors)
+    whole: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+    for path, leaves in by_path(params).items():
+        layers, own = wanted.get(path, {}).keys(), stored.get(path, {}).keys()
+        by_name = {block_name(first, path): x for first, x in leaves.items()}
+        if layers == had[path].keys():
+            whole |= by_name
+        if layers - own and (own or layers != had[path].keys()):
+            parts |= by_name
+    by_layer = flatten_dict(restack(parts, base_model, base_single), sep="/")
+    by_layer = {name: x for name, x in by_layer.items() if name in single.parameters()} | tensors
+    flat = flatten_dict(restack(whole, base_model, model), sep="/")
+    for name, x in flatten_dict(restack(by_layer, single, model), sep="/").items():
         flat[name] = _like(x, flat.get(name))
-    # Another encoding may lack parameters of the base.
-    flat = {name: flat[name] for name in model.parameters()}
-    return model, {**base_variables, "params": unflatten_dict(flat, sep="/")}
+    return unflatten_dict({name: flat[name] for name in model.parameters()}, sep="/")
 
 
-def _like(x: np.ndarray, old: Any) -> Any:
+def _like(x: Any, old: Any) -> Any:
     """Puts ``x`` on the devices of ``old``, or leaves it if ``old`` is a numpy array too."""
     if isinstance(old, np.ndarray):
         return x

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from tape_jax._src import positions
 from tape_jax._src.core.checks import require, typed
@@ -70,7 +71,8 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
     """Returns the fingerprint of a model with its parameters.
 
     It reads some 16 x 16 evenly strided entries of every matrix of every layer, so that a model of
-    billions of parameters takes hardly longer than a small one.
+    billions of parameters takes hardly longer than a small one. If parameters are split over
+    processes, all of these must call it.
 
     Raises:
       ValueError: if the variables have no values.
@@ -116,10 +118,13 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
 
 
 def _sample(x: Any, stacked: bool) -> np.ndarray:
-    """Evenly strided entries of each layer of ``x``: ``[layers or 1, ...]``."""
+    """Returns evenly strided entries of each layer of ``x``, ``[layers or 1, ...]``."""
     shape = x.shape[1:] if stacked else x.shape
     strides = tuple(slice(None, None, max(n // SAMPLES, 1)) for n in shape)
-    return np.asarray(x[(slice(None), *strides)] if stacked else x[strides][None])
+    rows = x[(slice(None), *strides)] if stacked else x[strides][None]
+    if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
+        rows = multihost_utils.process_allgather(rows, tiled=True)
+    return np.asarray(rows)
 
 
 def digest(x: np.ndarray) -> str:

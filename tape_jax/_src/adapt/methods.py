@@ -20,7 +20,7 @@ from tape_jax._src.core.checks import FLOATS, choose, refuse, require, require_x
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
-from tape_jax._src.model.layout import replaced, restack
+from tape_jax._src.model.layout import replaced, restack, with_position
 from tape_jax._src.model.parameters import full_name, lora_params
 from tape_jax._src.positions.creation import option_names
 from tape_jax._src.positions.fixed.rotary import START_FIELDS, RopeScaling
@@ -117,13 +117,7 @@ def with_encoding(
       ValueError: if the encoding, or an option, is unknown or does not fit the model.
     """
     check_variables(variables)
-    c, encoding = model.config, _in_place_of(model.encoding, position, include_unrotated)
-    new = replaced(
-        model,
-        position=encoding,
-        update_implementation=c.update_implementation if encoding.update_implementations else None,
-        random_positions=c.random_positions if encoding.reads_positions else None,
-    )
+    new = with_position(model, _in_place_of(model.encoding, position, include_unrotated))
     heads = model.encoding.heads_per_query, new.encoding.heads_per_query
     require(
         heads[0] == heads[1],

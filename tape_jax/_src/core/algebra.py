@@ -156,20 +156,22 @@ def transform(state: Array, omega: Array) -> Array:
         form one phase (radians) per frequency ``[D/2]``, or a scalar phase for all.
 
     Returns:
-      The state with blocks ``E_m @ omega``, or ``e_j * exp(i omega_j)``.
+      The state with blocks ``E_m @ omega``, or ``e_j * exp(i omega_j)``, in its own type. Products
+      and angles are computed in at least float32.
 
     Raises:
       ValueError: if ``omega`` does not fit the state, or the state is not floating-point.
     """
     _check_floating("state", state)
-    omega = jnp.asarray(omega)
+    omega, wide = jnp.asarray(omega), at_least_float32(state.dtype)
     if omega.ndim >= 2:
         if state.ndim < 3 or omega.shape[-2:] != (state.shape[-1], state.shape[-1]):
             raise ValueError(
                 f"transform: a matrix omega of shape {omega.shape} acts on a tensor state "
                 f"[..., M, L, R] with R = {omega.shape[-1]}; the state has shape {state.shape}"
             )
-        return precise_einsum("...lr,rs->...ls", state, omega.astype(state.dtype))
+        turned = precise_einsum("...lr,rs->...ls", state.astype(wide), omega.astype(wide))
+        return turned.astype(state.dtype)
     half = state.shape[-1] // 2
     if state.shape[-1] % 2:
         raise ValueError(
@@ -180,8 +182,8 @@ def transform(state: Array, omega: Array) -> Array:
             f"transform: expected one phase per frequency, shape ({half},), for a rotary state of "
             f"shape {state.shape}; got omega of shape {omega.shape}"
         )
-    phase = jnp.broadcast_to(omega, (half,)).astype(state.dtype)
-    return complex_multiply(state, jnp.concatenate([jnp.cos(phase), jnp.sin(phase)]))
+    phase = jnp.broadcast_to(omega, (half,)).astype(wide)
+    return _multiply(state, jnp.concatenate([jnp.cos(phase), jnp.sin(phase)]), wide)
 
 
 def check_state(

@@ -251,6 +251,14 @@ def concrete(x: Any) -> np.ndarray | None:
     return np.asarray(x)
 
 
+def require_in_one_process(name: str, x: Any) -> None:
+    """Raises NotImplementedError if other processes hold parts of an array."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        raise NotImplementedError(
+            f"{name} is spread over several processes: gather the parameters in one first"
+        )
+
+
 def require_whole(what: str, value: Any) -> None:
     """Raises ValueError if ``jnp.asarray(value)`` would cut integers to fewer bits.
 

@@ -27,6 +27,15 @@ def replaced(model: Transformer, **changes: Any) -> Transformer:
     return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
 
 
+def with_position(model: Transformer, encoding: Encoding, **changes: Any) -> Transformer:
+    """Returns the model with another encoding, and without options for which that has no use."""
+    if not encoding.update_implementations:
+        changes["update_implementation"] = None
+    if not encoding.reads_positions:
+        changes["random_positions"] = None
+    return replaced(model, position=encoding, **changes)
+
+
 def with_encoding(model: Transformer, params: Any, other: Any) -> dict[str, Any]:
     """Parameters of a model, with those of its position encoding taken from ``other``.
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     )
     require(free, f"{path} exists and is no empty folder; nothing is overwritten")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # A name of its own: a process that was killed may have had the same number.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     temporary.mkdir()
     try:
         yield temporary

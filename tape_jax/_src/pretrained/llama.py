@@ -445,12 +445,19 @@ def _turns(layer: LayerKind, dim: int) -> Any:
     return [f"{x:.6e}" for x in numbers], layer.window
 
 
-def _length(config: ModelConfig, scaling: RopeScaling) -> int:
-    """``max_position_embeddings``, from which transformers takes parts of the scalings."""
+def length_of_scaling(scaling: RopeScaling) -> int | None:
+    """Returns the ``max_position_embeddings`` that transformers needs for a scaling, or None."""
     if scaling.kind == "dynamic":
         return scaling.original_length
     if scaling.kind in ("yarn", "longrope"):
         return round(scaling.original_length * scaling.factor)
+    return None
+
+
+def _length(config: ModelConfig, scaling: RopeScaling) -> int:
+    """Returns ``max_position_embeddings``."""
+    if (length := length_of_scaling(scaling)) is not None:
+        return length
     if config.max_length is not None:
         return config.max_length
     if scaling.kind == "llama3":

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from tape_jax._src.core.checks import choose, require, typed
+from tape_jax._src.core.checks import choose, require, require_in_one_process, typed
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.pretrained.families import family_of
+from tape_jax._src.pretrained.family import main_rope
 from tape_jax._src.pretrained.folder import (
     CONFIG,
     DTYPE_NAMES,
@@ -41,7 +42,9 @@ from tape_jax._src.pretrained.llama import (
     HEAD,
     ROPE_FIELDS,
     StoredParameter,
+    folded,
     is_buffer,
+    length_of_scaling,
     model_config,
     parameters,
     to_json,
@@ -181,10 +184,7 @@ def _fetchers(
     for p in wanted:
         leaf = leaves[p.path]
         choose(f"type of {p.path}", leaf.dtype.name, DTYPE_NAMES)
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise NotImplementedError(
-                f"{p.path} is spread over several processes: gather the parameters in one first"
-            )
+        require_in_one_process(p.path, leaf)
         for layer, name in enumerate(p.tensors):
             parts[name].append(_fetcher(leaf, p, layer))
             types[name].add(DTYPE_NAMES[leaf.dtype.name])
@@ -295,7 +295,13 @@ def _describe(
     before = to_json(Transformer(config), kind)
     if described != before:
         own = family_of(source.config)[1].own | {*ROPE_FIELDS, "original_max_position_embeddings"}
-        result = {name: x for name, x in result.items() if name not in own} | described
+        if length_of_scaling(main_rope(folded(model.config)).scaling) is not None:
+            own |= {"max_position_embeddings"}
+        result = {name: x for name, x in result.items() if name not in own} | {
+            name: x
+            for name, x in described.items()
+            if name in own or name not in before or before[name] != x
+        }
     if types != {name: file.tensors[name].dtype for name, file in source.where.items()}:
         result["dtype" if "dtype" in result else "torch_dtype"] = common
     return result

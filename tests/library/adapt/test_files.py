@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from tape_jax import Experts, RopeScaling, Transformer, adapt, positions
+from tape_jax import Experts, RandomPositions, RopeScaling, Transformer, adapt, positions
 from tests.models import random_variables, small_model
+from tests.processes import in_two_processes
 
 safetensors = pytest.importorskip("safetensors")
 numpy_files = pytest.importorskip("safetensors.numpy")
@@ -65,6 +66,8 @@ def rewritten(source, path, tensors=lambda x: x, metadata=lambda x: x):
 
 
 FOX = small_model("fox", num_layers=1)
+FOX_FIRST = small_model(positions.Layers(["fox", "rope"]), num_layers=4)
+TAPE = small_model("tape", update_implementation="reference")
 # As Gemma 3: layers with windows have another base.
 MIXED = small_model(positions.Layers(["rope+window", positions.Rope(base=1e6)]), num_layers=4)
 LINEAR = {"scaling": RopeScaling("linear", 2.0)}
@@ -76,6 +79,11 @@ LINEAR = {"scaling": RopeScaling("linear", 2.0)}
         ("tape", BASE, {}),
         ("longlora", BASE, {}),
         ("encoding", FOX, {"position": "rope"}),
+        ("encoding", FOX_FIRST, {"position": "rope/rope/rope/fox"}),
+        ("drope", TAPE, {}),
+        ("encoding", TAPE, {"position": positions.Tape(layers=(1, 2))}),
+        ("encoding", TAPE, {"position": "rope"}),
+        ("drope", small_model("rope", random_positions=RandomPositions("spaced", range=64)), {}),
         ("tape", MIXED, {}),
         ("lora", MIXED, LINEAR),
     ],
@@ -134,6 +142,30 @@ def test_trained_parameters_go_where_the_base_is(saved):
         assert "position" in name or x.devices() == {device}, name
 
 
+SPLIT = """
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from tape_jax import adapt
+from tests.models import random_variables, small_model
+
+model = small_model("rope")
+variables = random_variables(model)
+mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
+
+def split(x):
+    axes = [axis for axis, size in enumerate(x.shape) if size % jax.device_count() == 0]
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * axes[-1], "x"))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
+
+sharded = jax.tree.map(split, variables)
+made = adapt.adapt(model, sharded, "tape", key=jax.random.key(0))
+try:
+    adapt.save_adapter("unused", made.model, made.variables, made.rules, base=made.base)
+except NotImplementedError as error:
+    print(json.dumps([made.base == adapt.fingerprint(model, variables), str(error)]))
+"""
+
+
 class TestFingerprint:
     def test_is_the_same_in_every_layout(self):
         each = small_model("rope", scan_layers=False)
@@ -141,6 +173,12 @@ class TestFingerprint:
         params = adapt.restack(VARIABLES["params"], BASE, each)
         for variables in ({"params": params}, {"params": jax.tree.map(np.asarray, params)}):
             assert adapt.fingerprint(each, variables) == first
+
+    @pytest.mark.slow
+    def test_of_parameters_that_are_split_over_processes(self):
+        for is_equal, message in in_two_processes(SPLIT, [{"XLA_FLAGS": ""}] * 2):
+            assert is_equal
+            assert "embedding is spread over several processes: gather the parameters" in message
 
     def test_sees_every_parameter_of_every_layer(self):
         first = adapt.fingerprint(BASE, VARIABLES)
@@ -305,6 +343,45 @@ def test_a_change_that_no_rule_chooses_is_not_lost_silently(tmp_path):
     with pytest.raises(ValueError, match="these differ from the base: final_logit_softcap"):
         save(tmp_path / "a.safetensors", dataclasses.replace(made, base=base))
     assert not os.listdir(tmp_path)
+
+
+def test_a_rule_for_one_layer_loses_no_other(tmp_path):
+    """The file has all layers of what changed, for any layout of the base."""
+    each = small_model("rope", scan_layers=False, max_length=64)
+    variables = {"params": adapt.restack(VARIABLES["params"], BASE, each)}
+    made = adapt.adapt(each, variables, "full")
+    made = dataclasses.replace(made, rules=("path:layers_0/attention/q/kernel",))
+    moved = jax.tree.map(lambda x: x, variables["params"])
+    for layer in ("layers_0", "layers_1"):
+        moved[layer]["attention"]["q"]["kernel"] += 1
+    path = tmp_path / "a.safetensors"
+    save(path, dataclasses.replace(made, variables={"params": moved}))
+    for base, given in ((each, variables), (BASE, VARIABLES)):
+        model, loaded = adapt.load_adapter(path, base, given)
+        chex.assert_trees_all_equal(adapt.restack(loaded["params"], model, each), moved)
+
+
+def test_layers_that_a_file_lacks_are_the_bases(saved, tmp_path):
+    lacking = "layers_1/mlp_norm/scale"
+
+    def fewer(tensors):
+        return {name: x for name, x in tensors.items() if name != lacking}
+
+    def described(metadata):
+        adapter = json.loads(metadata["adapter"])
+        del adapter["sha256"][lacking]
+        text = json.dumps(adapter)
+        return metadata | {"adapter": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+    path, made = saved
+    _, loaded = load(rewritten(path, tmp_path / "b.safetensors", fewer, described))
+    each = Transformer(dataclasses.replace(made.model.config, scan_layers=False))
+    got, expected = (
+        flatten_dict(adapt.restack(x["params"], made.model, each), sep="/")
+        for x in (loaded, made.variables)
+    )
+    expected[lacking] = VARIABLES["params"]["layers_0"]["mlp_norm"]["scale"][1]
+    chex.assert_trees_all_equal(got, expected)
 
 
 def test_what_the_base_lacks_is_saved_even_untrained(tmp_path):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
-import socket
 import subprocess
 import sys
 import types
@@ -23,6 +21,7 @@ from tape_jax._src.attention.tuning import measure, records
 from tape_jax._src.attention.tuning.records import CallShape, Measured
 from tape_jax._src.core.timing import Timing
 from tape_jax.sharding import ShardingConfig
+from tests.processes import in_two_processes
 
 SHAPE = CallShape(8, 64, "float32", True, 1, 2, 2)
 
@@ -371,11 +370,7 @@ def test_processes_agree_on_what_the_first_measured(monkeypatch):
         assert plan_of(SHAPE).implementation == taken
 
 
-CHILD = """
-import json, sys
-import jax
-address, index = sys.argv[1:]
-jax.distributed.initialize(address, 2, int(index), cluster_detection_method="deactivate")
+PROGRAM = """
 from tape_jax import attention, attention_plan, tune
 from tape_jax._src.attention.tuning.records import CallShape
 shape = CallShape(8, 64, "float32", True, 1, 2, 2)
@@ -397,26 +392,8 @@ def test_two_processes_go_by_the_first_ones_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "")
     records.key.cache_clear()
     known(result("chunked"), result("reference", 2.0, 4.0))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, address, str(index)],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "TAPE_JAX_CACHE": str(folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index, folder in enumerate((tmp_path, tmp_path / "empty"))
-    ]
-    try:
-        printed = [child.communicate(timeout=300) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0, 0], printed
-    found = [json.loads(out.splitlines()[-1]) for out, _ in printed]
+    folders = (tmp_path, tmp_path / "empty")
+    found = in_two_processes(PROGRAM, [{"TAPE_JAX_CACHE": str(folder)} for folder in folders])
     assert found[0] == found[1]
     count, before, basis, after, _, _ = found[0]
     assert (count, before, after) == (2, "reference", "chunked")

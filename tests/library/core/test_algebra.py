@@ -148,6 +148,15 @@ class TestTransform:
         assert transform(e, np.ones(4)).dtype == jnp.float32
         assert transform(jnp.ones((4, 2, 2), jnp.bfloat16), np.eye(2)).dtype == jnp.bfloat16
 
+    def test_the_result_of_a_narrow_state_is_rounded_once(self):
+        """Angles and products are in float32, as in ``rotate``."""
+        e, phases = jnp.asarray(normal(5, 8), jnp.bfloat16), jnp.asarray([0.7, 100.7, 1000.3, 3.0])
+        want = transform(e.astype(jnp.float32), phases).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(transform(e, phases), want)
+        blocks, omega = e.reshape(5, 2, 2, 2), random_orthogonal(None, 2).astype(np.float32)
+        want = transform(blocks.astype(jnp.float32), omega).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(transform(blocks, omega), want)
+
     @pytest.mark.parametrize(
         ("e", "omega", "words"),
         [

@@ -264,8 +264,22 @@ class TestFields:
         scaled = tape.adapt.with_scaling(model, tape.RopeScaling("linear", factor=4.0))
         tape.save_pretrained(tmp_path / "new", scaled, variables, like=path)
         again, same = tape.from_pretrained(tmp_path / "new")
-        assert again.config == dataclasses.replace(scaled.config, head_dim=12)
+        assert again.config == scaled.config
         jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+    @pytest.mark.parametrize("family", ["llama3_gqa", "mistral_tiny", "olmo2_tiny", "phi3_tiny"])
+    def test_saving_like_a_folder_keeps_what_the_model_has_not_changed(
+        self, copy, tmp_path, family
+    ):
+        kept = {"max_position_embeddings": 131_072, "pad_token_id": 7}
+        path = copy(HF / family, **kept)
+        model, variables = tape.from_pretrained(path)
+        changed, variables = tape.adapt.scale_theta(model, variables, 1e6)
+        tape.save_pretrained(tmp_path / "new", changed, variables, like=path)
+        written = json.loads((tmp_path / "new" / "config.json").read_text())
+        assert {name: written[name] for name in kept} == kept
+        again, _ = tape.from_pretrained(tmp_path / "new")
+        assert again.config.position == changed.config.position
 
     @pytest.mark.parametrize(
         ("model_type", "kind"),

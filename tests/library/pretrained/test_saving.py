@@ -14,6 +14,7 @@ import safetensors.numpy
 import tape_jax as tape
 from tape_jax import RopeScaling
 from tape_jax._src.model.config import Lora
+from tape_jax._src.pretrained import folder
 from tests.library.pretrained.folders import (
     INDEX,
     MHA,
@@ -180,6 +181,19 @@ def test_nothing_is_overwritten(tmp_path, kind):
         tape.save_pretrained(target, ROPE, random_variables(ROPE))
     assert (target / "a" if kind == "folder" else target).exists()
     assert sorted(tmp_path.iterdir()) == [target]
+
+
+def test_what_a_killed_process_left_is_not_in_the_way(tmp_path, monkeypatch):
+    """A process of the same number, as in a container that was started again."""
+    variables = random_variables(ROPE)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_remove", lambda path: None)
+        patch.setattr(folder, "sync", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tape.save_pretrained(tmp_path / "new", ROPE, variables)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
+    tape.save_pretrained(tmp_path / "new", ROPE, variables)
+    assert (tmp_path / "new" / SINGLE).exists()
 
 
 def test_an_error_leaves_nothing_behind(tmp_path, monkeypatch):
