@@ -244,7 +244,8 @@ def assert_shift_invariant(
       SymmetryError: if it does not hold.
       ValueError: if no position is moved, or there is no result.
     """
-    moved = jnp.asarray(positions) + shift
+    positions = jnp.asarray(positions)
+    moved = positions + shift
     require(bool((moved != positions).any()), f"shift = {shift} moves no position")
     _assert_symmetric(
         f"invariance to a shift of positions by {shift}",

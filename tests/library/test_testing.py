@@ -177,6 +177,7 @@ def test_one_element_of_the_group_acts_on_all_states():
 
 def test_shift_invariance():
     testing.assert_shift_invariant(lambda t: t[:, None] - t, jnp.arange(5))
+    testing.assert_shift_invariant(lambda t: t[:, None] - t, [0, 1, 2])
     testing.assert_shift_invariant(
         lambda t: t - t[:1], jnp.ones((5, 2)), shift=jnp.array([3.0, 4.5])
     )

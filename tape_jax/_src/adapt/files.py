@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from tape_jax._src.core.files import write_atomically
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
-from tape_jax._src.model.layout import block_name, by_path, replaced, restack, with_position
+from tape_jax._src.model.layout import block_name, by_path, restack, unrolled, with_position
 
 FORMAT = "tape-jax adapter"
 VERSION = 1
@@ -75,31 +75,16 @@ def save_adapter(
         require_in_one_process(name, x)
     mask = by_path(trainable_mask(model, rules))
     chosen = {name for name, layers in mask.items() if any(layers.values())}
-    own = fingerprint(model, variables)
-    changed = [
-        name
-        for name in {**base.architecture, **own.architecture}
-        if own.architecture.get(name) != base.architecture.get(name) and name not in ADAPTED_FIELDS
-    ]
-    changed += [
-        name
-        for name, tensor in base.tensors.items()
-        if own.tensors.get(name, tensor) != tensor and name not in chosen
-    ]
-    require(
-        not changed,
-        f"an adapter does not hold what no rule chooses, but these differ from the base: "
-        f"{', '.join(changed)}",
-    )
+    _check_rest(base, fingerprint(model, variables), chosen)
     kept = {
         block_name(first, name): np.asarray(x)
         for name, leaves in by_path(variables["params"]).items()
         for first, x in leaves.items()
         if name in chosen or name not in base.tensors
     }
-    unrolled = restack(unflatten_dict(kept, sep="/"), model, replaced(model, scan_layers=False))
+    by_layer = restack(unflatten_dict(kept, sep="/"), model, unrolled(model))
     tensors = {
-        name: np.asarray(x, order="C") for name, x in flatten_dict(unrolled, sep="/").items()
+        name: np.asarray(x, order="C") for name, x in flatten_dict(by_layer, sep="/").items()
     }
     changes = {name: getattr(model.config, name) for name in ADAPTED_FIELDS}
     changes["position"] = encoding_to_json(model.encoding)
@@ -124,6 +109,25 @@ def save_adapter(
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(Path(path), write)
+
+
+def _check_rest(base: Fingerprint, own: Fingerprint, chosen: Collection[str]) -> None:
+    """Raises ValueError if anything that an adapter does not hold differs from the base."""
+    changed = [
+        name
+        for name in {**base.architecture, **own.architecture}
+        if own.architecture.get(name) != base.architecture.get(name) and name not in ADAPTED_FIELDS
+    ]
+    changed += [
+        name
+        for name, tensor in base.tensors.items()
+        if own.tensors.get(name, tensor) != tensor and name not in chosen
+    ]
+    require(
+        not changed,
+        f"an adapter does not hold what no rule chooses, but these differ from the base: "
+        f"{', '.join(changed)}",
+    )
 
 
 @typed
@@ -187,7 +191,7 @@ def _merged(
       tensors: those of the file, by name, one per layer.
       model: the adapted model.
     """
-    single, base_single = (replaced(x, scan_layers=False) for x in (model, base_model))
+    single, base_single = unrolled(model), unrolled(base_model)
     wanted, had = by_path(single.parameters()), by_path(base_single.parameters())
     stored = by_path(tensors)
     whole: dict[str, Any] = {}

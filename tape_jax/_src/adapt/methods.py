@@ -20,7 +20,7 @@ from tape_jax._src.core.checks import FLOATS, choose, refuse, require, require_x
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
-from tape_jax._src.model.layout import replaced, restack, with_position
+from tape_jax._src.model.layout import replaced, restack, unrolled, with_position
 from tape_jax._src.model.parameters import full_name, lora_params
 from tape_jax._src.positions.creation import option_names
 from tape_jax._src.positions.fixed.rotary import START_FIELDS, RopeScaling
@@ -147,7 +147,7 @@ def _position_params(
       dtype: type of fresh ones.
       like: any parameter; if it has no values, fresh ones have none.
     """
-    c, single = new.config, replaced(model, scan_layers=False)
+    c, single = new.config, unrolled(model)
     old = flatten_dict(restack(unflatten_dict(own, sep="/"), model, single), sep="/")
     ranges = {blocks.name: blocks.layers for blocks in model.blocks}
     # Of like layers, or of none, and what their keys are folded with.

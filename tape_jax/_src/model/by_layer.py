@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.model.cache import Cache
 from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.layout import replaced, restack
+from tape_jax._src.model.layout import restack, unrolled
 
 # Of parameters, which exist twice while decoding.
 MOST_BYTES = 2**30
@@ -48,7 +48,7 @@ def loop_over_tokens(model: Transformer, variables: Any, cache: Cache) -> Loop:
     fits = not model.config.scan_layers or size <= MOST_BYTES
     if jax.default_backend() != "cpu" or model.sharding is not None or not fits:
         return Loop(model, variables, cache, *(lambda cache: cache,) * 3)
-    single = replaced(model, scan_layers=False)
+    single = unrolled(model)
     variables = {**variables, "params": restack(variables["params"], model, single)}
     of_layers = [blocks.layers for blocks in model.blocks]
     by_layer = {

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import choose, positive, require, require_x64, typed
+from tape_jax._src.core.checks import (
+    FLOATS,
+    choose,
+    positive,
+    require,
+    require_x64,
+    type_name,
+    typed,
+)
 from tape_jax._src.core.segments import PADDING, places, without_padding
 from tape_jax._src.core.sharding import Model
 from tape_jax._src.model.config import LayerStack, ModelConfig
@@ -125,7 +133,8 @@ def init_cache(
     """
     c, encoding = model.config, model.config.position
     batch_size, capacity = positive("batch_size", batch_size), positive("capacity", capacity)
-    dtype = jnp.dtype(dtype or c.dtype).name
+    dtype = type_name("the cache's dtype", dtype or c.dtype, FLOATS)
+    state_dtype = type_name("the cache's state_dtype", state_dtype, (None, *FLOATS))
     require_x64(
         dtype=dtype, state_dtype=state_dtype or c.state_dtype, position_dtype=position_dtype
     )
@@ -133,11 +142,13 @@ def init_cache(
     choose("position_dtype", jnp.dtype(position_dtype).name, ("int32", "float32", "float64"))
     if length is not None:
         length = jnp.broadcast_to(jnp.int32(as_length(length, (batch_size,))), (batch_size,))
-    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype).name
     layers, kept = _layers(model, batch_size, capacity, dtype, state_dtype)
 
     def slots(dtype: Any = jnp.int32) -> Array:
-        return jnp.zeros((batch_size, capacity), dtype)
+        # Integers of calls may be as wide.
+        is_whole = jnp.issubdtype(dtype, jnp.integer)
+        widest = jax.dtypes.canonicalize_dtype(jnp.int64)
+        return jnp.zeros((batch_size, capacity), widest if is_whole else dtype)
 
     positions = on_axes(slots(position_dtype), encoding.coordinate_axes)
 

@@ -410,6 +410,7 @@ class Transformer(nn.Module):
         return algebra.capped(logits, c.final_logit_softcap)
 
     @nn.nowrap
+    @automatic_inside(placement.logits)
     def project(self, variables: Any, hidden: Array) -> Array:
         """Applies only the output projection: ``hidden [..., hidden]`` to logits ``[..., vocab]``.
 

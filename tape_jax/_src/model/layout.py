@@ -27,6 +27,11 @@ def replaced(model: Transformer, **changes: Any) -> Transformer:
     return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
 
 
+def unrolled(model: Transformer) -> Transformer:
+    """Returns the model with the parameters of every layer by themselves."""
+    return replaced(model, scan_layers=False, remat="none")
+
+
 def with_position(model: Transformer, encoding: Encoding, **changes: Any) -> Transformer:
     """Returns the model with another encoding, and without options for which that has no use."""
     if not encoding.update_implementations:

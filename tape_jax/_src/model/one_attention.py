@@ -10,15 +10,21 @@ import jax.numpy as jnp
 
 from tape_jax._src.attention import attention
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import concrete, require
+from tape_jax._src.core.checks import concrete, positive, require
 from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import places
 from tape_jax._src.model.attention_layer import prepared
 from tape_jax._src.model.cache import LayerCache, empty_layer
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.model.inputs import Context
+from tape_jax._src.model.inputs import Context, check_initial_state
 from tape_jax._src.model.parameters import full_name, kernel_std
-from tape_jax._src.positions.protocol import Param, State, as_positions, default_positions
+from tape_jax._src.positions.protocol import (
+    Encoding,
+    Param,
+    State,
+    as_positions,
+    default_positions,
+)
 
 Array = jax.Array
 
@@ -44,12 +50,25 @@ def layer_config(hidden_size: int, num_heads: int, **options: Any) -> ModelConfi
             f"the encoding {encoding.kind!r} acts at the embeddings, which one layer does not "
             "see: use tape_jax.Transformer"
         )
+    if _differs_by_layer(encoding, config):
+        raise NotImplementedError(
+            f"the encoding {encoding.kind!r}, with these options, treats layers differently, and "
+            "one layer does not know its number: use tape_jax.Transformer"
+        )
     if encoding.coordinate_axes > 1:
         raise NotImplementedError(
             f"Attention takes one position a token; {encoding.kind!r} has axes="
             f"{encoding.coordinate_axes}: call tape_jax.attention"
         )
     return config
+
+
+def _differs_by_layer(encoding: Encoding, config: ModelConfig) -> bool:
+    """Returns whether layers differ otherwise than by an update of TAPE's state."""
+    if encoding.attends_state or encoding.update_implementations:
+        return False
+    names = [set(encoding.layer_params(config.sizes, updates=x)) for x in (False, True)]
+    return encoding.updates(0, 2) or names[0] != names[1]
 
 
 def attention_params(config: ModelConfig, *, qk_norm: bool) -> dict[str, Param]:
@@ -76,10 +95,7 @@ def start_cache(
     config: ModelConfig, batch_size: int, capacity: int, *, updates: bool
 ) -> LayerCache:
     """Return the empty cache of one layer."""
-    require(
-        batch_size > 0 and capacity > 0,
-        f"batch_size and capacity must be positive; got {batch_size} and {capacity}",
-    )
+    batch_size, capacity = positive("batch_size", batch_size), positive("capacity", capacity)
     return empty_layer(config, batch_size, capacity, updates=updates)
 
 
@@ -121,6 +137,7 @@ def attend(
         x.shape[-1] == c.hidden_size and x.ndim >= 2,
         f"x must have shape [..., T, {c.hidden_size}]; got {x.shape}",
     )
+    check_initial_state(encoding, state)
     context = _context(c, x, positions, segment_ids, mask, is_causal, cache, index)
     if state is None and encoding.reads_start:
         time, length = x.shape[-2], context.positions.shape[-1]
@@ -208,7 +225,8 @@ def _context(
         positions = jnp.broadcast_to(positions, (x.shape[0], slots))
     if config.has_window and segment_ids is not None:
         if cache is None:
-            counts = (places(segment_ids),) * 2
+            pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,) * 2
+            counts = (places(pair[0]), places(pair[1]))
         else:
             every = places(segment_ids[1])
             counts = jax.lax.dynamic_slice_in_dim(every, index, time, axis=1), every

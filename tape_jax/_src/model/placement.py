@@ -49,6 +49,13 @@ def outputs(given: Mapping[str, Any], shapes: Any) -> Any:
     return jax.tree.map(place_tree, shapes, is_leaf=lambda x: isinstance(x, Cache))
 
 
+def logits(given: Mapping[str, Any], shapes: Any) -> Names:
+    """Mesh axes of the results of ``model.project``."""
+    del shapes
+    lead, names = names_of(given["hidden"])[:-1], _vocab_names(given["variables"])[0]
+    return (*lead, None if names in lead else names)
+
+
 def parameters(given: Mapping[str, Any], shapes: Any) -> Any:
     """Mesh axes of the results of ``model.init``: those of the model's rules, if any."""
     model = given["model"]

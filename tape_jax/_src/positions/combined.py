@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.core.checks import require, set_field
+from tape_jax._src.core.checks import instance, require, set_field
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
@@ -53,7 +53,7 @@ class Combined(Encoding):
 
     def __post_init__(self):
         set_field(self, "encodings", tuple(self.encodings))
-        kinds = [encoding.kind for encoding in self.encodings]
+        kinds = [instance("each of encodings", x, Encoding).kind for x in self.encodings]
         require(len(kinds) > 1, f"a combination is of two encodings or more; got {kinds}")
         require(len(set(kinds)) == len(kinds), f"each encoding is taken once; got {self.kind!r}")
         for encoding in self.encodings:

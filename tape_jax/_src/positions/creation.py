@@ -164,9 +164,13 @@ def _option_names(types: Sequence[type[Encoding]]) -> dict[str, tuple[type[Encod
     short = {
         name: (cls, name) for cls, name in fields if count[name] == 1 or "state" in cls.acts_on
     }
-    if len(types) == 1:
-        return short
     return short | {f"{cls.kind}_{name}": (cls, name) for cls, name in fields}
+
+
+def short_names(names: dict[str, Any]) -> dict[str, Any]:
+    """Returns the first, short one of the names that an option has."""
+    first = {field: name for name, field in reversed(names.items())}
+    return {name: field for name, field in names.items() if first[field] == name}
 
 
 @typed
@@ -174,8 +178,7 @@ def options_of(encoding: Encoding) -> dict[str, Any]:
     """Returns ``kind`` and all options, from which :func:`create` makes the encoding again."""
     members = encoding.members
     names = _option_names([type(member) for member in members])
-    # If an option has two names, the short, first one.
-    called = {field: name for name, field in reversed(names.items())}
+    called = {field: name for name, field in short_names(names).items()}
     values = {
         called[type(member), field]: value
         for member in members
@@ -241,7 +244,7 @@ def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
         if name not in known:
             raise ValueError(
                 f"unknown field {name!r} of position encoding {what!r}{nearest(name, known)}; "
-                f"fields: {', '.join(known)}"
+                f"fields: {', '.join(short_names(known))}"
             )
         cls, field = known[name]
         found[cls][field] = value

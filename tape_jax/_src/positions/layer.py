@@ -35,8 +35,9 @@ class Terms(NamedTuple):
       log_decay: as ``log_decay`` there, of the queries and of all keys.
       logits_fn, weights_fn: as there.
       features: queries ``[..., T, Hq, F]`` and keys ``[..., T, Hk, F]`` of the new tokens that
-        attend in place of the projected ones; decoding keeps the keys. Nothing rotates them. ``Hq``
-        is ``Encoding.heads_per_query`` times the number of query heads.
+        attend in place of the projected ones; decoding keeps the keys. ``Encoding.rotation``
+        rotates them too; let it return ``(None, None)`` if nothing should. ``Hq`` is
+        ``Encoding.heads_per_query`` times the number of query heads.
       rewritten_keys: maps all keys ``[B, H, S, D]`` to those that decoding keeps after these
         tokens, for encodings with ``Encoding.rewrites_keys``. Without ``logits_fn`` these tokens
         attend to them too.

@@ -95,6 +95,7 @@ def table_rows(what: str, table: Array, index: Array) -> Array:
     Raises:
       ValueError: as in :func:`check_indices`, if the index is known.
     """
+    table = jnp.asarray(table)
     size = table.shape[0]
     check_indices(what, index, size)
     index = at_least_32_bits(index)

@@ -281,7 +281,7 @@ def create(position: Any, **options: Any) -> Encoding:
         name = next(iter(left))
         raise ValueError(
             f"unknown field {name!r} of position encoding {position!r}{nearest(name, known)}; "
-            f"fields: {', '.join(known)}"
+            f"fields: {', '.join(creation.short_names(known))}"
         )
     return Layers(entries)
 

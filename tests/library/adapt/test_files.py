@@ -84,6 +84,7 @@ LINEAR = {"scaling": RopeScaling("linear", 2.0)}
         ("encoding", TAPE, {"position": positions.Tape(layers=(1, 2))}),
         ("encoding", TAPE, {"position": "rope"}),
         ("drope", small_model("rope", random_positions=RandomPositions("spaced", range=64)), {}),
+        ("tape", small_model("rope", remat="groups"), {}),
         ("tape", MIXED, {}),
         ("lora", MIXED, LINEAR),
     ],

@@ -6,13 +6,21 @@ import jax.numpy as jnp
 import pytest
 
 from tape_jax._src.model import by_layer
-from tape_jax._src.model.generate import decode, prefill
+from tape_jax._src.model.generate import decode, generate, prefill
 from tests.library.model.generate.passes import CAPACITY, CASES
 from tests.models import FLOAT64, assert_near, random_variables, small_model
 from tests.selection import mostly_slow
 
 # Layers of one kind, of several kinds, without a scan, and states that are drawn.
 NAMES = ("tape", "a schedule", "not scanned", "a draw for each layer")
+
+
+def test_remat_is_of_no_concern():
+    tokens = {}
+    for remat in ("none", "groups"):
+        model = small_model("tape", num_layers=2, remat=remat)
+        tokens[remat] = generate(model, random_variables(model), [[1, 2, 3], [4, 5]], 3)
+    chex.assert_trees_all_equal(tokens["groups"], tokens["none"])
 
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "tape"))

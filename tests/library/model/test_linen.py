@@ -149,6 +149,30 @@ def test_wrong_options_are_errors(options, message):
         tape.UpdateState(**options).init(jax.random.key(0), *inputs({"num_heads": 4}))
 
 
+@pytest.mark.parametrize(
+    "position", [{"kind": "repo", "first_layer": 1}, {"kind": "random_rope", "each_layer": True}]
+)
+def test_one_layer_of_what_differs_by_layer_is_refused(position):
+    with pytest.raises(NotImplementedError, match="treats layers differently"):
+        tape.linen.Attention(num_heads=2, position=position).init(
+            jax.random.key(0), normal(1, 2, 8)
+        )
+
+
+def test_a_state_that_nobody_reads_is_refused():
+    layer, x = tape.linen.Attention(num_heads=2, position="alibi"), normal(1, 2, 8)
+    with pytest.raises(ValueError, match="'alibi' reads no state"):
+        layer.init(jax.random.key(0), x, tape.rotary_state(jnp.arange(2), 4))
+
+
+def test_a_window_beside_segments_of_queries_and_keys():
+    layer = tape.linen.Attention(num_heads=2, position="rope", local_window_size=1)
+    x, ids = normal(1, 4, 8), jnp.array([[1, 1, 2, 2]])
+    variables = layer.init(jax.random.key(0), x)
+    both = [layer.apply(variables, x, segment_ids=given)[0] for given in (ids, (ids, ids))]
+    np.testing.assert_array_equal(*both)
+
+
 @pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
 def test_behind_its_last_slot_a_cache_gives_no_number(known):
     layer, x = tape.linen.Attention(num_heads=2), normal(1, 2, 8)

@@ -148,6 +148,18 @@ def test_sampling():
     assert jax.typeof(got).sharding.spec == P("data")
 
 
+@pytest.mark.parametrize("tied", mostly_slow([True, False], True))
+def test_the_output_projection_by_itself(tied):
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    model = small_model("rope", tie_embeddings=tied, vocab_size=16)
+    variables, hidden = random_variables(model), normal(4, 3, 16).astype("float32")
+    there = model.clone(sharding=Sharding(mesh))
+    with jax.set_mesh(mesh):
+        moved = jax.device_put(variables, Sharding(mesh).of(model, variables))
+        got = there.project(moved, *put(mesh, P("data"), hidden))
+    chex.assert_trees_all_close(got, model.project(variables, hidden), atol=1e-5)
+
+
 def test_apply_passes_on_what_it_is_given():
     """Tokens by name, and methods that take none."""
     _, (model, variables, tokens), _ = placed("rope")

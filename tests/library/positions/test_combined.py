@@ -80,6 +80,11 @@ def test_what_does_not_go_together(position, options, message):
         ModelConfig(13, position={"kind": position, **options})
 
 
+def test_a_combination_is_of_encodings():
+    with pytest.raises(ValueError, match="each of encodings must be of the type Encoding; got 'r"):
+        positions.Combined(("rope", "alibi"))
+
+
 def test_options_of_two_encodings():
     """The one with a state has the short name."""
     found = create("sinusoidal+rope", base=50.0, sinusoidal_base=100.0, learn_base=True)

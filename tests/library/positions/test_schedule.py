@@ -45,6 +45,10 @@ def test_options_go_to_those_that_have_them():
     made = create("rope+window/rope/none", base=50.0, size=(3, 0))
     rope = Rope(base=50.0)
     assert made.encodings == (create([rope, Window((3, 0))]), rope, create("none"))
+    made = create("rope+fox/fox", fox_bias=3.0)
+    assert [encoding.members[-1].bias for encoding in made.encodings] == [3.0, 3.0]
+    made = create("tape/rope", rope_base=5.0)
+    assert [encoding.base for encoding in made.encodings] == [10_000.0, 5.0]
 
 
 def test_what_layers_have():

@@ -110,6 +110,10 @@ class RopeScaling:
                 value is None or value > 0, f"rope scaling: {name} must be positive; got {value}"
             )
         require(
+            self.kind != "none" or self.factor == 1,
+            f"rope scaling: factor = {self.factor} needs a kind, such as 'linear'; got 'none'",
+        )
+        require(
             self.beta_fast > self.beta_slow,
             f"rope scaling: beta_fast {self.beta_fast} must exceed beta_slow {self.beta_slow}",
         )

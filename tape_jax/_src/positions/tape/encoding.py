@@ -31,7 +31,7 @@ from tape_jax._src.core.checks import (
     typed,
 )
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles, check_start
+from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles, check_start, magnitudes
 from tape_jax._src.positions.protocol import Param, State
 from tape_jax._src.positions.tape.mixing import ACTIVATIONS
 from tape_jax._src.positions.tape.norms import NORMS, normalize
@@ -101,8 +101,8 @@ def tensor_state(
             ) from None
     if l % 2 or r < l:
         raise ValueError(
-            f"a start state exists for even l and r >= l; got l={l}, r={r}: give start= "
-            f"(broadcastable to [..., T, 1, {blocks}, {l}, {r}])"
+            f"a start state exists for even l and r >= l; got l={l}, r={r}: give one, start= of "
+            f"tensor_state or initial_state= of a model, [..., T, 1, {blocks}, {l}, {r}]"
         )
     theta = angles(
         positions,
@@ -115,7 +115,7 @@ def tensor_state(
         log_stretch=log_stretch,
         dtype=dtype,
     )
-    magnitude = (scaling or RopeScaling()).state_magnitude
+    magnitude = jnp.asarray(magnitudes(head_dim, scaling, axes, partial_rotary_factor), theta.dtype)
     c, s = jnp.cos(theta) * magnitude, jnp.sin(theta) * magnitude
     rotation = jnp.stack([jnp.stack([c, s], -1), jnp.stack([-s, c], -1)], -2)
     rotation = rotation.reshape(*theta.shape[:-1], blocks, l // 2, 2, 2)

@@ -23,7 +23,7 @@ from tape_jax._src.core.algebra import (
     is_tensor_form,
     precise_einsum,
 )
-from tape_jax._src.core.checks import choose, refuse, require, typed
+from tape_jax._src.core.checks import choose, concrete, refuse, require, typed
 from tape_jax._src.core.explicit import automatic_inside, joined, names_of
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.positions.tape.mixing import (
@@ -204,6 +204,10 @@ def update_state(
         jnp.shape(alpha) in ((), (heads,)),
         f"alpha must be a number, or one for each of the {heads} state heads; got shape "
         f"{jnp.shape(alpha)}",
+    )
+    require(
+        jnp.shape(magnitude) == (),
+        f"magnitude must be a number; got an array of shape {jnp.shape(magnitude)}",
     )
     e = state if tensor else align_state(state)
     call = UpdateCall(
@@ -401,8 +405,9 @@ MOST_FUSED_WIDTH = 128
 def fused(call: UpdateCall, *, interpret: bool = False, **sizes: int) -> Array:
     """Computes the update by one kernel each way, for NVIDIA GPUs from Ampere on.
 
-    The kernel (``update_kernel``) includes the norm ``rms``; ``unit`` follows it. The backward pass
-    keeps the arguments and numbers of the gate, and recomputes the matrices over heads.
+    The kernel (``update_kernel``) includes the norm ``rms``, unless the magnitude is traced. Other
+    norms follow it. The backward pass keeps the arguments and numbers of the gate, and recomputes
+    the matrices over heads.
 
     Args:
       call: the update.
@@ -433,12 +438,12 @@ def fused(call: UpdateCall, *, interpret: bool = False, **sizes: int) -> Array:
     )
     for name in (call.e.dtype.name, *(() if call.a is None else (call.a.dtype.name,))):
         refuse(name not in update_kernel.TYPES, f"states are {update_kernel.TYPES}; got {name}")
-    square = None
-    if call.norm == "rms":
+    square, magnitude = None, concrete(call.magnitude)
+    if call.norm == "rms" and magnitude is not None:
         square = 1 / (math.prod(call.block[:1]) * min(call.block[1:])) if call.tensor else 2 / width
     narrow = call.e.dtype.itemsize < 4
     kernel = update_kernel.UpdateKernel(
-        square, call.magnitude, narrow, interpret=interpret, **sizes
+        square, 1.0 if magnitude is None else float(magnitude), narrow, interpret=interpret, **sizes
     )
     gate, down, up, mix = _factors(call)
     e, a = call.full_state(), None

@@ -77,6 +77,14 @@ def followed(other, **options):
             "unknown position_dtype 'bfloat16': expected one of",
         ),
         (
+            lambda: init_cache(TAPE, 1, 3, state_dtype="int8"),
+            "unknown the cache's state_dtype 'int8': expected one of",
+        ),
+        (
+            lambda: init_cache(TAPE, 1, 3, dtype="float8_e4m3fn"),
+            "unknown the cache's dtype 'float8",
+        ),
+        (
             lambda: init_cache(ROPE, 2, 8, length=jnp.ones(3, int)),
             r"broadcast to the batch \(2,\); got int32 of shape \(3,\)",
         ),
@@ -165,6 +173,24 @@ def test_new_tokens_may_name_their_segment():
     for segment in (1, 2, 3):
         own = ids == segment
         assert_near(full[own], jit_apply(model, variables, tokens[own]), 1e-5)
+
+
+def test_numbers_of_64_bits_stay_whole(x64):
+    """Segment ids that are hashes, positions that are times, tokens that are none."""
+    model = small_model("rope", num_layers=2, **FLOAT64)
+    variables, tokens = random_variables(model), random_tokens(1, 4)
+    ids = jnp.array([[7, 7, 7 + 2**32, 7 + 2**32]], "int64")
+    for given in ({"segment_ids": ids}, {"positions": 2**31 - 2 + jnp.arange(4, dtype="int64")}):
+        cached, _ = prefill(model, variables, tokens, capacity=5, **given)
+        assert_near(cached, model.apply(variables, tokens, **given), 1e-10)
+    with pytest.raises(ValueError, match=r"token ids must lie in 0 \.\. 12; got 42949673"):
+        prefill(model, variables, tokens.astype("int64") + 2**32, capacity=5)
+
+
+def test_parameters_may_be_numpy_arrays():
+    variables, tokens = random_variables(TAPE), random_tokens(1, 4)
+    cached, _ = prefill(TAPE, jax.device_get(variables), tokens, capacity=4, chunk=2)
+    assert_near(cached, TAPE.apply(variables, tokens), 1e-5)
 
 
 def test_a_cache_of_a_narrower_type():

@@ -316,6 +316,13 @@ def test_refused_calls(options, words):
         rotary_state(**{"positions": np.arange(4), "head_dim": 8, **options})
 
 
+def test_a_factor_needs_a_kind():
+    with pytest.raises(
+        ValueError, match=r"factor = 4.0 needs a kind, such as 'linear'; got 'none'"
+    ):
+        RopeScaling(factor=4.0)
+
+
 @pytest.mark.parametrize("wrong", [{"base": 1.0}, {"length": -1}, {"dtype": jnp.int32}], ids=str)
 def test_a_tensor_state_has_the_same_checks(wrong):
     with pytest.raises(ValueError, match=r"base must exceed|length must be|dtype 'int32'"):

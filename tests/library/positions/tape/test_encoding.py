@@ -190,6 +190,13 @@ class TestTensorState:
             states = tensor_state(at, 8, **options), rotary_state(at, 8, **options)
             np.testing.assert_allclose(*(rotate(q, e) for e in states), atol=1e-13)
 
+    @pytest.mark.parametrize("share", [0.0, 0.5])
+    def test_what_does_not_rotate_is_not_scaled(self, x64, share):
+        q, scaling = normal(6, 1, 8), RopeScaling("yarn", 4.0, original_length=16)
+        options = {"scaling": scaling, "partial_rotary_factor": share}
+        states = (make(np.arange(6), 8, **options) for make in (tensor_state, rotary_state))
+        np.testing.assert_allclose(*(rotate(q, e) for e in states), atol=1e-13)
+
     def test_a_start_of_ones_own(self):
         start = normal(2, 3, 1)
         got = tensor_state(jnp.arange(5), 6, 3, 1, start=start)
@@ -284,7 +291,7 @@ def updated(**options):
         (initial(width=0), "the update's width must be positive; got 0"),
         (started(8, 3, 3), "l must divide the head dimension: got l=3, r=3, head_dim=8"),
         (started(8, 0, 2), "l must divide"),
-        (started(9, 3, 3), r"even l and r >= l; got l=3, r=3: give start= .*1, 3, 3, 3\]"),
+        (started(9, 3, 3), r"even l and r >= l; got l=3, r=3: give one, start= .*1, 3, 3, 3\]"),
         (started(8, 4, 2), "even l and r >= l; got l=4, r=2"),
         (started(8, 2, 2, start=np.zeros((3, 3))), r"shape \(3, 3\) does not broadcast to"),
         (started(8, axes=2), r"axes=2 expects coordinates .* got \(5,\)"),

@@ -49,6 +49,22 @@ def test_norms_of_tensor_states(norm):
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_a_magnitude_that_is_traced():
+    """Its gradient too."""
+    args, d_out = arguments("grouped", "float32")
+
+    def total(magnitude, implementation):
+        options = {"norm": "rms", "implementation": implementation}
+        return (update_state(*args, magnitude=magnitude, **options) * d_out).sum()
+
+    got, want = (jax.jit(jax.value_and_grad(functools.partial(total, implementation=name)))(1.5)
+                 for name in ("fused", "reference"))  # fmt: skip
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"magnitude must be a number; got .* of shape \(8,\)"):
+        update_state(*args, norm="rms", magnitude=jnp.ones(8))
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_narrow_states():
     args, d_out = arguments("grouped", "bfloat16")
     with jax.enable_x64(True):
