@@ -284,15 +284,14 @@ def abstract_step(
     Raises:
       ValueError: if the mesh does not divide what it splits.
     """
-    config, length = experiment.train, experiment.task.sequence_length
+    config, shape = experiment.train, experiment.batch_shape
     model = Transformer(experiment.model, sharding=sharding)
-    sharding.check(model, batch_size=config.batch_size // config.accumulate, length=length)
+    sharding.check(model, batch_size=shape[0] // config.accumulate, length=shape[1])
     optimizer = make_optimizer(config)
     params, frozen = runs.abstract_params(experiment)
     state = jax.eval_shape(lambda params: init_state(experiment, optimizer, params), params)
     places = sharding.of(model, state)
     frozen = runs.placed(frozen, sharding.of(model, frozen))
-    shape = experiment.batch_shape
     place = sharding.named(("batch", "sequence"), shape, "the batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
     batch = {

@@ -3,7 +3,7 @@
 python -m train.main export --run=runs/lora --out=llama-2-7b-longer/
 
 Low-rank terms are added to their kernels. Parts that Llama does not have, such as TAPE, are an
-error: use adapter.safetensors in the run instead.
+error: use adapter.safetensors in the run instead, or the run itself if its base is a run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def run(args: argparse.Namespace) -> None:
     wanted, adapter = runs.load(args.run), args.run / runs.ADAPTER
     kind = wanted.model.position.kind
     use = f"it stays a run, {messages.generate(args.run, wanted.task, 'Once upon a time')}"
-    if wanted.adapt and adapter.exists():
-        call = f"generate --model={wanted.adapt.base} --adapter={adapter}"
+    base = wanted.adapt.base if wanted.adapt else None
+    like = base if base and (Path(base) / "config.json").is_file() else None
+    if like and adapter.exists():
+        call = f"generate --model={like} --adapter={adapter}"
         use = f"what was trained is in {adapter}, as {call} takes it"
     require(
         kind in ("rope", "yarn"),
@@ -43,7 +45,5 @@ def run(args: argparse.Namespace) -> None:
     model, variables = trained.model, trained.variables
     if model.config.lora:
         model, variables = merge_lora(model, variables)
-    section = wanted.adapt
-    like = section.base if section and (Path(section.base) / "config.json").is_file() else None
     save_pretrained(args.out, model, variables, like=like, dtype=args.dtype)
     print(f"written: {args.out}")

@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> None:
 
     import sys
 
-    import jax
     import numpy as np
 
     from train.checks import require
@@ -58,33 +57,20 @@ def run(args: argparse.Namespace) -> None:
         require(is_text, f"generate: the --prompt {prompt!r} is not UTF-8")
     speaker = load(args.run or args.model, args.adapter, args.tokenizer)
     prompts = [np.asarray(speaker.encode(prompt)) for prompt in args.prompt]
-    sampling: dict[str, Any] = {}
-    if args.temperature > 0:
-        sampling = {"key": jax.random.key(args.seed), "temperature": args.temperature}
-        sampling |= {"top_k": args.top_k, "top_p": args.top_p}
-    else:
-        require(
-            args.temperature == 0,
-            f"generate: --temperature must not be negative; got {args.temperature:g}",
-        )
-        require(
-            args.top_k is None and args.top_p is None,
-            "generate: --top-k and --top-p need a positive --temperature; got 0",
-        )
+    sampling = _sampling(args)
     clock.lap("to start")
-    texts, cache, head = [""] * len(prompts), None, args.prompt[0]
+    texts, cache, head, shown = [""] * len(prompts), None, args.prompt[0], 0
     for rows, cache in stream(speaker, prompts, args.new, **sampling):  # noqa: B007
         decoded = [speaker.continuation(*both) for both in zip(prompts, rows, strict=True)]
-        new = [_until(text, args.stop) for text in decoded]
-        if len(prompts) == 1:
-            whole = new[0].rstrip("\ufffd")
-            print(head + whole[len(texts[0]) :], end="", flush=True)
-            new, head = [whole], ""
-        texts = new
+        texts = [_until(text, args.stop) for text in decoded]
         if all(any(stop in text for stop in args.stop) for text in decoded):
             break
+        if len(prompts) == 1:
+            settled = _settled(texts[0], args.stop)
+            print(head + settled[shown:], end="", flush=True)
+            head, shown = "", len(settled)
     if len(prompts) == 1:
-        print()
+        print(head + texts[0].rstrip("\ufffd")[shown:])
     else:
         for prompt, text in zip(args.prompt, texts, strict=True):
             print(f"--- {prompt}\n{text}")
@@ -97,7 +83,34 @@ def run(args: argparse.Namespace) -> None:
         print(f"warning: {args.run} is not trained to its end", file=sys.stderr)
 
 
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of a draw, or none for the likeliest tokens."""
+    import jax
+
+    from train.checks import require
+
+    if args.temperature > 0:
+        drawn = {"key": jax.random.key(args.seed), "temperature": args.temperature}
+        return drawn | {"top_k": args.top_k, "top_p": args.top_p}
+    require(
+        args.temperature == 0,
+        f"generate: --temperature must not be negative; got {args.temperature:g}",
+    )
+    require(
+        args.top_k is None and args.top_p is None,
+        "generate: --top-k and --top-p need a positive --temperature; got 0",
+    )
+    return {}
+
+
 def _until(text: str, stops: Sequence[str]) -> str:
     """Cuts text before the first of ``stops``."""
     ends = [text.index(stop) for stop in stops if stop in text]
     return text[: min(ends, default=len(text))]
+
+
+def _settled(text: str, stops: Sequence[str]) -> str:
+    """Cuts from the end of text what is part of a character, or may be part of one of ``stops``."""
+    text = text.rstrip("\ufffd")
+    parts = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+    return text[: len(text) - max(parts, default=0)]

@@ -7,7 +7,7 @@ A source is named by a string:
 * ``tfds:c4/en`` or ``tfds:c4/en:validation``: a prepared TensorFlow Datasets corpus and its split
   (``train`` unless given; slices such as ``train[:4%]`` work). Reading needs no TensorFlow.
 * ``tokens:books/*.bin``: flat files of little-endian uint16 token ids (``tokens32:`` for uint32),
-  cut into documents at the tokenizer's start and end tokens.
+  cut into documents at the tokenizer's start and end tokens; one that is both ends documents.
 * anything else: a path or a glob (``**`` crosses folders) of text files. A ``.jsonl``, ``.ndjson``
   or ``.json`` file has one document a line, any other file is one document; ``.gz`` and ``.zst``
   are decompressed.
@@ -225,7 +225,10 @@ class TokenFiles:
 
     def describe(self) -> Any:
         paths, root = _find(self.pattern)
-        return [_kind("tokens", paths), self.dtype, _describe_files(paths, root)]
+        kind = _kind("tokens", paths)
+        if self._one_mark:
+            kind += ", one mark"  # Earlier versions cut in front of it as well.
+        return [kind, self.dtype, _describe_files(paths, root)]
 
     def documents(self) -> Iterator[Document]:
         size = np.dtype(self.dtype).itemsize
@@ -243,9 +246,15 @@ class TokenFiles:
                     yield Document(f"{path}, token {start}", part, part)
                 start = stop
 
+    @property
+    def _one_mark(self) -> bool:
+        """Whether the start and the end of a document are one token, as in GPT-2."""
+        return self.tokenizer.bos is not None and self.tokenizer.bos == self.tokenizer.eos
+
     def _ends(self, path: Path, tokens: np.ndarray) -> Iterator[int]:
         """Yields where documents end, in order; the last is the end of the file."""
         vocab_size = self.tokenizer.vocab_size
+        bos = None if self._one_mark else self.tokenizer.bos
         for start in range(0, len(tokens), _READ):
             block = tokens[start : start + _READ]
             beyond = np.flatnonzero(block >= vocab_size)
@@ -254,7 +263,7 @@ class TokenFiles:
                     f"{path}: token {start + beyond[0]} is {block[beyond[0]]}, but the tokenizer "
                     f"{self.tokenizer.name!r} has {vocab_size} tokens"
                 )
-            before = np.flatnonzero(block == _or_none(self.tokenizer.bos))
+            before = np.flatnonzero(block == _or_none(bos))
             after = np.flatnonzero(block == _or_none(self.tokenizer.eos)) + 1
             yield from (start + np.union1d(before, after)).tolist()
         yield len(tokens)

@@ -1,4 +1,4 @@
-"""Tokenised corpora on disk: built once, checked whenever they are opened, read by memory map.
+"""Tokenised corpora on disk: built once, checked by each process, read by memory map.
 
 An entry is a folder with ``tokens`` (the documents one after another, unsigned integers),
 ``offsets`` (int64: where each document starts, and the end) and ``entry.json``, which names its
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -203,19 +204,36 @@ def _write_tokens(corpus: Corpus, folder: Path) -> dict[str, Any]:
 def _read(entry: Path) -> TokenStream | None:
     """The entry, or None if it is not there or damaged."""
     try:
-        content = json.loads((entry / "entry.json").read_text(encoding="utf-8"))
-        digests = content["sha256"]
-        for name, digest in digests.items():
-            with open(entry / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    return None
-        return TokenStream(
-            _memory_map(entry / "tokens", content["dtype"], content["count"]),
-            _memory_map(entry / "offsets", "<i8", content["documents"] + 1),
-            hashlib.sha256((digests["tokens"] + digests["offsets"]).encode()).hexdigest(),
-        )
+        stats = [(entry / name).stat() for name in ("tokens", "offsets")]
+        states = tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
+        return _checked(entry, (entry / "entry.json").read_text(encoding="utf-8"), states)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+@functools.lru_cache(maxsize=8)
+def _checked(entry: Path, record: str, states: tuple[tuple[int, ...], ...]) -> TokenStream:
+    """Opens an entry, and checks it once in a process, unless it changes.
+
+    Args:
+      entry: the folder.
+      record: the text of ``entry.json``.
+      states: change whenever the other files do: no other file has the inode of a mapped one.
+
+    Raises:
+      ValueError: if a file does not have its checksum.
+    """
+    content = json.loads(record)
+    digests = content["sha256"]
+    for name, digest in digests.items():
+        with open(entry / name, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        require(found == digest, f"{entry / name} has the SHA-256 {found}; expected {digest}")
+    return TokenStream(
+        _memory_map(entry / "tokens", content["dtype"], content["count"]),
+        _memory_map(entry / "offsets", "<i8", content["documents"] + 1),
+        hashlib.sha256((digests["tokens"] + digests["offsets"]).encode()).hexdigest(),
+    )
 
 
 def _memory_map(path: Path, dtype: str, count: int) -> np.ndarray:

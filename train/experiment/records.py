@@ -54,7 +54,7 @@ def from_mapping(values: Mapping[str, Any]) -> Experiment:
         options = base_tokenizer(adapt.base) | options
     if adapt and adapt.method == "drope" and "train_length" in hints_of(kind):
         short = base_length(adapt.base)
-        if short and short < options.get("sequence_length", 0):
+        if short and short < options.get("sequence_length", kind.sequence_length):
             options.setdefault("train_length", short)
     task = build(kind, options, "task")
     return Experiment(

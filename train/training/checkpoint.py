@@ -1,8 +1,8 @@
 """Checkpoints that are either complete and intact or do not count.
 
 A run's checkpoint of step 1000 is the folder ``00001000`` with its manifest ``00001000.sha256``
-beside it. Orbax writes the folder, asynchronously, and moves it into place in one piece; then the
-SHA-256 of each of its files is written atomically to the manifest, in the format of
+beside it. Orbax writes the folder, asynchronously, and moves it into place in one piece. Once all
+files are on the disk, the SHA-256 of each is written atomically to the manifest, in the format of
 ``sha256sum --check``. A folder without a manifest does not count. If the manifest does not agree,
 this is reported and the previous checkpoint is used. (Orbax itself silently restores arrays with
 flipped bytes.)
@@ -199,7 +199,9 @@ class Checkpoints:
         try:
             response.result()
             if distributed.is_main():
-                sync(self.folder)
+                # Files of other hosts went to the shared file system when they were closed.
+                for path in (*self._path(step).rglob("*"), self._path(step), self.folder):
+                    sync(path)
                 lines = [f"{_sha256(path)}  {name}\n" for name, path in self._files(step).items()]
                 write_atomically(self._manifest(step), "".join(lines))
         except (OSError, ValueError) as error:

@@ -151,10 +151,12 @@ def stream(
         static_argnums=3,
         donate_argnums=1,
     )
-    cache = init_cache(model, len(prompts), total)
     if longest > 1:
-        fill = jax.jit(functools.partial(prefill, model), static_argnames="capacity")
-        _, cache = fill(variables, tokens[:, :-1], lengths - 1, capacity=total)
+        # Logits of a whole prompt, if they were returned, could take more memory than the model.
+        fill = jax.jit(lambda *given: prefill(model, *given, capacity=total)[1])
+        cache = fill(variables, tokens[:, :-1], lengths - 1)
+    else:
+        cache = init_cache(model, len(prompts), total)
     last, rows = tokens[:, -1], np.zeros((len(prompts), 0), np.int32)
     while rows.shape[1] < new:
         count = min(TOKENS_AT_ONCE, new - rows.shape[1])

@@ -291,11 +291,12 @@ def measure_attention(
     if tune and jax.default_backend() != "cpu" and distributed.is_main():
         copies, parts = (1, 1) if sharding is None else map(sharding.shards, ("batch", "heads"))
         heads = max(1, model.num_heads // parts)
+        rows, length = experiment.batch_shape
         tuning.prepare(
             head_dim=model.dim,
-            length=experiment.task.sequence_length,
+            length=length,
             dtype=model.dtype,
-            batch=max(1, train.batch_size // train.accumulate // copies),
+            batch=max(1, rows // train.accumulate // copies),
             num_heads=heads,
             num_kv_heads=max(1, heads * model.kv_heads // model.num_heads),
             report=report,
@@ -396,7 +397,7 @@ def build_sharding(experiment: Experiment, report: Report) -> Sharding | None:
     Raises:
       ValueError: if it does not fit the devices, the model or the batch.
     """
-    config, count = experiment.train, jax.device_count()
+    count = jax.device_count()
     if experiment.sharding is None:
         require(
             jax.process_count() == 1,
@@ -407,11 +408,9 @@ def build_sharding(experiment: Experiment, report: Report) -> Sharding | None:
             report(f"{count} devices are here and 1 is used: --config.sharding.data=-1 uses all")
         return None
     sharding = experiment.sharding.build()
-    sharding.check(
-        Transformer(experiment.model),
-        batch_size=config.batch_size // config.accumulate,
-        length=experiment.task.sequence_length,
-    )
+    rows, length = experiment.batch_shape
+    size = rows // experiment.train.accumulate
+    sharding.check(Transformer(experiment.model), batch_size=size, length=length)
     return sharding
 
 

@@ -11,6 +11,7 @@ import safetensors.numpy
 from tape_jax._src.pretrained import folder
 from tape_jax.sharding import ShardingConfig
 from tests.paths import ROOT
+from tests.train.training.tiny import an_experiment
 from train.analysis import ahead_of_time, plan
 from train.analysis.ahead_of_time import TARGETS, Machine
 from train.analysis.collectives import Collective
@@ -126,3 +127,13 @@ def test_bytes_of_each_device(capsys, monkeypatch):
 def test_wrong_calls(options, message, capsys):
     assert main(["plan", *options.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_mesh_must_divide_the_batch_that_is_trained_on():
+    """Of 16 sequences of 12 tokens, in place of 4 of 48."""
+    task = {"name": "text", "sequence_length": 48, "train_length": 12}
+    wanted = an_experiment(task, batch_size=4, accumulate=1)
+    _, (_, batch, _) = plan.abstract_step(wanted, ShardingConfig(data=8).build())
+    assert batch["inputs"].shape == (16, 12)
+    with pytest.raises(ValueError, match="sequence = 12 is not a multiple of 16"):
+        plan.abstract_step(wanted, ShardingConfig(sequence=8).build())

@@ -42,6 +42,28 @@ def test_a_run_of_tape(tmp_path, capsys, adapter):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_of_tape_on_a_run(tmp_path, capsys):
+    """An adapter goes on a Llama folder alone."""
+
+    def make(name, **changes):
+        values = {
+            "name": "test",
+            "task": {"name": "addition", "max_digits": 2},
+            "model": {},
+            "train": {"steps": 1, "batch_size": 4, "learning_rate": 0.01},
+        }
+        runs.create(tmp_path / name, experiment.from_mapping(values | changes))
+
+    model = {"hidden_size": 16, "num_heads": 2, "num_layers": 2, "position": "rope"}
+    make("base", model=model)
+    make("run", adapt={"base": str(tmp_path / "base"), "method": "tape"})
+    (tmp_path / "run" / "adapter.safetensors").touch()
+    assert main(["export", f"--run={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]) == 2
+    said = capsys.readouterr().err
+    assert f"generate --run={tmp_path / 'run'} --prompt" in said
+    assert "--adapter" not in said
+
+
 def test_a_run_in_16_bits(tmp_path, capsys, monkeypatch):
     run = trained("rope")
     run.experiment.task, run.experiment.adapt = BYTES, None

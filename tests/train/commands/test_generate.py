@@ -1,6 +1,7 @@
 """Generation from the command line: it says what greedy generation says."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -48,6 +49,58 @@ def test_prompts_are_continued_greedily_to_a_stop_or_drawn(run, capsys):
         return capsys.readouterr().out.rpartition("[step")[0]
 
     assert drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "stops", "printed"),
+    [
+        (["9\nU", "9\nUser: 1"], ["\nUser:"], "9"),
+        (["9\nU", "9\nUp"], ["\nUser:"], "9\nUp"),
+        (["9\nU"], ["\nUser:"], "9\nU"),
+        (["9 ab", "9 abab", "9 ababc"], ["abc", "bb"], "9 ab"),
+        (["9\n", "9\n\nUser:"], ["\nUser:"], "9\n"),
+        (["9\ufffd", "9\u00e9"], ["x"], "9\u00e9"),
+        (["9\nU", "9\nUp"], [], "9\nUp"),
+    ],
+)
+def test_no_part_of_a_stop_is_printed(monkeypatch, capsys, parts, stops, printed):
+    """Several tokens come at a time, and what is printed stays."""
+    texts = dict(enumerate(parts))
+    speaker = generation.Speaker(None, None, lambda text: [], lambda ids: "", None)
+    monkeypatch.setattr(generation, "load", lambda *_: speaker)
+    monkeypatch.setattr(generation.Speaker, "continuation", lambda self, _, row: texts[row])
+    monkeypatch.setattr(generation, "stream", lambda *_, **__: (([i], object()) for i in texts))
+    monkeypatch.setattr(generation, "describe_cache", lambda _: "cache")
+    call = ["generate", "--model=x", "--prompt=4+5=", *(f"--stop={stop}" for stop in stops)]
+    assert main(call) == 0
+    text, note = capsys.readouterr().out.rsplit("\n[", 1)
+    assert text == f"4+5={printed}"
+    assert note.startswith("cache")
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_prompt_costs_one_cache_and_no_logits(monkeypatch, length):
+    """The logits of a prompt that nobody reads may take more memory than its model."""
+    made = []
+
+    def prefill(model, variables, tokens, lengths, *, capacity):
+        return object(), jnp.full(2, capacity)  # jax.jit would not return the first.
+
+    def init_cache(model, batch, capacity):
+        made.append((batch, capacity))
+        return jnp.full(2, capacity)
+
+    def decode(model, variables, cache, token, count, **_):
+        return jnp.zeros((1, count), jnp.int32), cache
+
+    for function in (prefill, init_cache, decode):
+        monkeypatch.setattr(generation, function.__name__, function)
+    model = small_model("rope", vocab_size=258)
+    speaker = generation.Speaker(model, {}, lambda text: [], lambda ids: "", None)
+    ((rows, cache),) = generation.stream(speaker, [np.arange(length)], 3)
+    assert rows == [[0, 0, 0]]
+    assert cache.tolist() == [length + 3] * 2
+    assert made == ([(1, 4)] if length == 1 else [])
 
 
 @pytest.mark.parametrize("make", [hugging_face, sentencepiece_model])

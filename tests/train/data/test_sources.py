@@ -202,6 +202,21 @@ class TestTokenFiles:
         documents = get_source(f"tokens32:{tmp_path}/a.bin", "text", WithStart()).documents()
         assert [d.content.tolist() for d in documents] == [[255, 1], [255, 2, 3]]
 
+    def test_a_token_that_is_both_ends_documents(self, tmp_path):
+        """As in GPT-2's files; the description says so, and no other description changes."""
+        np.array([5, 6, 256, 7, 256, 8], "<u2").tofile(tmp_path / "a.bin")
+        described = []
+        for bos, eos in ((256, 256), (None, 256), (None, None)):
+            tokenizer = type("Marked", (type(BYTES),), {"bos": bos, "eos": eos})()
+            found = get_source(f"tokens:{tmp_path}/a.bin", "text", tokenizer)
+            described.append(found.describe())
+            contents = [document.content.tolist() for document in found.documents()]
+            assert contents == ([[5, 6, 256], [7, 256], [8]] if eos else [[5, 6, 256, 7, 256, 8]])
+        both, end, neither = described
+        assert both != end == neither
+        assert end[0] == "tokens, one"
+        assert json.loads(json.dumps(both)) == both
+
 
 class TestErrors:
     @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tracemalloc
 
+import chex
 import numpy as np
 import pytest
 
-from train.data import held_out, tokenizers
+from train.data import held_out, token_cache, tokenizers
 from train.data.sources import Document, TextFiles, get_source
 from train.data.token_cache import Corpus, open_stream
 from train.files import cache_folder
@@ -150,6 +151,25 @@ def test_files_that_differ_in_their_folder_alone(tmp_path):
         corpus = Corpus(TextFiles(f"{tmp_path}/{name}/data.txt", "text"), BYTES)
         stream = open_stream(corpus, tmp_path / "cache")
         assert documents_of(stream) == [f"{text}<eos>"]
+
+
+def test_an_entry_is_hashed_once_unless_it_changes(tmp_path, monkeypatch):
+    """A training opens the same text several times, and reading it may take minutes."""
+    hashed, digest = [], token_cache.hashlib.file_digest
+
+    def file_digest(file, kind):
+        hashed.append(os.path.basename(file.name))
+        return digest(file, kind)
+
+    monkeypatch.setattr(token_cache.hashlib, "file_digest", file_digest)
+    corpus = Corpus(Numbers(9), BYTES)
+    first, again = (open_stream(corpus, tmp_path) for _ in range(2))
+    assert sorted(hashed) == ["offsets", "tokens"]
+    chex.assert_trees_all_equal(first, again)
+    (entry,) = entries(tmp_path)
+    os.utime(tmp_path / entry / "tokens", (1, 1))
+    assert open_stream(corpus, tmp_path).digest == first.digest
+    assert sorted(hashed) == ["offsets", "offsets", "tokens", "tokens"]
 
 
 @pytest.mark.parametrize("name", ["tokens", "offsets", "entry.json"])

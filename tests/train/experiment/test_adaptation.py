@@ -374,6 +374,12 @@ def test_drope_trains_at_the_length_of_its_base(tmp_path):
     again = experiment.from_mapping(experiment.to_json(found["drope"]))
     assert again == found["drope"]
     assert experiment.records.base_length(str(CONTEXTUAL)) == 128
+    # A config may leave the task's own length out.
+    usual = experiment.from_mapping(
+        values(tmp_path / "base", "drope") | {"task": {"name": "text"}, "evaluation": {}}
+    )
+    assert usual.task.sequence_length == 1024
+    assert usual.batch_shape == (4 * 32, 32)
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_scales(file, tmp_path):
         ("model.position.base=100", "model.position.base", 100.0),
         ("model.position.layers=(1, 3)", "model.position.layers", (1, 3)),
         ("model.position.layers=all", "model.position.layers", "all"),
-        ("model.position.scaling.factor=3", "model.position.scaling.factor", 3.0),
+        ("model.position.scaling.beta_fast=3", "model.position.scaling.beta_fast", 3.0),
         ("train.steps=1e4", "train.steps", 10_000),
         ("train.no_decay=('scale',)", "train.no_decay", ("scale",)),
         ("train.no_decay=scale,bias", "train.no_decay", ("scale", "bias")),

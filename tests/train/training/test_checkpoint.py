@@ -179,6 +179,25 @@ def test_keeps_the_newest_and_never_fewer(tmp_path, monkeypatch):
         Checkpoints(tmp_path, keep=0)
 
 
+def test_all_files_are_on_the_disk_before_their_manifest(tmp_path, monkeypatch):
+    done = []
+    write = checkpoint.write_atomically
+
+    def written(path, text):
+        done.append(path)
+        write(path, text)
+
+    monkeypatch.setattr(checkpoint, "sync", done.append)
+    monkeypatch.setattr(checkpoint, "write_atomically", written)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, a_state(), a_dataset(), Sums())
+    folder = tmp_path / "00000001"
+    assert done.index(folder.with_suffix(".sha256")) == len(done) - 1
+    assert done[-2] == tmp_path
+    assert set(done[:-2]) == {folder, *folder.rglob("*")}
+    assert folder / "data" / "position.json" in done
+
+
 def test_an_old_checkpoint_that_stays_stops_nothing(tmp_path, monkeypatch):
     """As where another process has a file of it open, on a network's file system."""
     said = []

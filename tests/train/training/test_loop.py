@@ -251,3 +251,17 @@ def test_a_finished_run_is_left_as_it_is(tiny, tmp_path):
         pytest.raises(ValueError, match="another process is training the run"),
     ):
         loop.train(an_experiment(), tmp_path / "run", resume=True)
+
+
+def test_a_mesh_must_divide_the_batch_that_is_trained_on():
+    """Of 16 sequences of 12 tokens, in place of 4 of 48."""
+
+    def build(**mesh):
+        task = {"name": "text", "sequence_length": 48, "train_length": 12}
+        wanted = an_experiment(task, mesh, batch_size=4, accumulate=1)
+        return loop.build_sharding(wanted, print)
+
+    assert build(data=8).shards("batch") == 8
+    assert build(data=4, sequence=2).shards("sequence") == 2
+    with pytest.raises(ValueError, match="sequence = 12 is not a multiple of 16"):
+        build(sequence=8)

@@ -67,6 +67,12 @@ def test_own_shapes_are_measured_once(measured):
     assert len(measured) == 2
 
 
+def test_the_shapes_are_those_of_the_batch(measured):
+    """Of a task whose training sequences are shorter than those that it is judged by."""
+    prepare(an_experiment(task={"name": "text", "sequence_length": 64, "train_length": 16}))
+    assert {(shape.batch, shape.length) for shape in measured} == {(8 * 4 // 2, 16)}
+
+
 def test_what_was_asked_for_is_not_measured(measured):
     experiment = an_experiment()
     assert prepare(experiment, tune=False) == []

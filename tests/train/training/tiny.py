@@ -24,12 +24,13 @@ class Tiny(nn.Module):
         return nn.Dense(self.config.vocab_size)(nn.LayerNorm()(x))
 
 
-def an_experiment(**train):
+def an_experiment(task=None, sharding=None, **train):
     return experiment.from_mapping(
         {
             "name": "test",
             "seed": 3,
-            "task": {"name": "addition", "max_digits": 2},
+            "task": task or {"name": "addition", "max_digits": 2},
+            "sharding": sharding,
             "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1},
             "train": {
                 **{"steps": 12, "batch_size": 8, "accumulate": 2, "learning_rate": 0.01},
