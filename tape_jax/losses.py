@@ -81,11 +81,13 @@ def cross_entropy(
         require(value is None or value > 0, f"{name} must be positive; got {value}")
     require(hidden.size > 0, f"there are no tokens: hidden has shape {hidden.shape}")
     targets = at_least_32_bits(targets)
-    parts = 1 if sharding is None else sharding.shards("sequence")
+    parts = _sequence_parts(sharding, length)
     rows = max(targets.size // length, 1) * parts
     own = length // parts
     size = min(chunk or max(CHUNK_LOGITS // (rows * kernel.shape[1]), 1), own)
     count = -(-own // size)
+    # The gradients of all chunks are summed in its type.
+    kernel = kernel.astype(at_least_float32(kernel.dtype))
     kernel = constrain(sharding, kernel, None, "vocab")
 
     def chunks(x: Array) -> Array:
@@ -111,6 +113,18 @@ def cross_entropy(
 
     start = jnp.zeros((), at_least_float32(hidden.dtype))
     return jax.lax.scan(add, start, tuple(map(chunks, (hidden, targets, weights))))[0]
+
+
+def _sequence_parts(sharding: Sharding | None, length: int) -> int:
+    """Returns the number of parts that a mesh splits sequences into."""
+    parts = 1 if sharding is None else sharding.shards("sequence")
+    if sharding is None or length % parts == 0:
+        return parts
+    require(
+        not sharding.strict,
+        f"the mesh splits sequences into {parts} parts, which do not divide {length} tokens",
+    )
+    return 1
 
 
 @typed

@@ -1,5 +1,6 @@
 """The chunked cross entropy against the plain one."""
 
+import dataclasses
 import functools
 
 import jax
@@ -83,6 +84,26 @@ def test_memory_does_not_hold_the_logits():
     logits = 2 * 512 * 1024 * 4
     assert temporary(plain) >= logits
     assert temporary(functools.partial(cross_entropy, chunk=16)) < logits / 4
+
+
+def test_gradients_of_chunks_are_summed_wide():
+    hidden, kernel = jnp.ones((2048, 1), jnp.bfloat16), jnp.zeros((1, 4), jnp.bfloat16)
+
+    def gradient(chunk):
+        targets = jnp.zeros(2048, jnp.int32)
+        return jax.jit(jax.grad(lambda k: cross_entropy(hidden, k, targets, chunk=chunk)))(kernel)
+
+    np.testing.assert_array_equal(gradient(1), [[-1536, 512, 512, 512]])
+
+
+def test_a_mesh_that_does_not_divide_the_sequence():
+    sharding = ShardingConfig(sequence=2).build(2)
+    args = arrays((2,), 5, vocab=16, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="into 2 parts, which do not divide 5 tokens"):
+        cross_entropy(*args, sharding=sharding)
+    lenient = dataclasses.replace(sharding, strict=False)
+    found = jax.jit(functools.partial(cross_entropy, sharding=lenient))(*args)
+    np.testing.assert_allclose(found, plain(*args), rtol=1e-5)
 
 
 @pytest.mark.slow

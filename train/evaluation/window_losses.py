@@ -68,7 +68,8 @@ def with_window(model: Transformer, window: int) -> Transformer:
     own, before = model.config.local_window_size, window - 1
     if own is not None:
         before = min(before, own[0] if isinstance(own, tuple) else own)
-    return Transformer(dataclasses.replace(model.config, local_window_size=before))
+    config = dataclasses.replace(model.config, local_window_size=before)
+    return Transformer(config, sharding=model.sharding)
 
 
 def windows_of(sizes: Sequence[int], length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:

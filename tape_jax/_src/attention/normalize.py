@@ -148,7 +148,7 @@ def _visibility(
     within = _within_lengths(lengths, batch, (queries, keys))
     if within is not None:
         # Ids that no other token has.
-        ids = (0, 0) if segments is None else _numbered(*segments)
+        ids = (0, 0) if segments is None else numbered(*segments)
         segments = jnp.where(within[0], ids[0], -1), jnp.where(within[1], ids[1], -2)
     words = "an integer from 0 on, or a pair (left, right) of them"
     sides = _known("local_window_size", window[0], _window, words)
@@ -194,7 +194,7 @@ def _within_lengths(
     return found[0], found[1]
 
 
-def _numbered(queries: Array, keys: Array) -> tuple[Array, Array]:
+def numbered(queries: Array, keys: Array) -> tuple[Array, Array]:
     """Renumber ids from 0 on, equal ids alike: int32 ``[B|1, Tq]`` and ``[B|1, S]``."""
     rows = max(queries.shape[0], keys.shape[0])
     ids = jnp.concatenate([jnp.broadcast_to(x, (rows, x.shape[1])) for x in (queries, keys)], 1)

@@ -28,7 +28,7 @@ from tape_jax._src.attention.block_bias import DecayBias
 from tape_jax._src.attention.request import Request, from_rows, refuse, refuse_rows, to_rows
 from tape_jax._src.attention.visibility import Band, Visibility
 from tape_jax._src.attention.zigzag import CHUNKS, check_chunks, exchange, on_devices
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.checks import choose, positive, require
 from tape_jax._src.core.sharding import Axes, Sharding
 
 Array = jax.Array
@@ -100,6 +100,8 @@ def attend(
         f"{sharding.mesh_axes('heads')} and kv_heads on {sharding.mesh_axes('kv_heads')}",
     )
     chunk = length // (CHUNKS * count)
+    block_q = positive("block_q", block_q, optional=True)
+    block_k = positive("block_k", block_k, optional=True)
     heads = request.query_heads // sharding.shards("heads")
     rows = batch // sharding.shards("batch")
     default = chunked.block_length(chunk, max(rows * heads, 1))

@@ -55,7 +55,7 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     q, k = request.rotated()
     q, scale = scaled_beforehand(q, request.scale)
     request = dataclasses.replace(
-        request, q=q, k=k, scale=scale, query_state=None, keys_rotated=True
+        _wide(request, k), q=q, scale=scale, query_state=None, keys_rotated=True
     )
     visibility = request.visibility
     known = visibility.band.is_causal and isinstance(visibility.query_offset, int)
@@ -66,6 +66,19 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
         for start in range(0, time, span)
     ]
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *found)
+
+
+def _wide(request: Request, k: Array) -> Request:
+    """Returns a call with wide arrays for all blocks, in whose types their gradients are summed."""
+
+    def wide(x: Any) -> Any:
+        if x is None or callable(x):
+            return x
+        return x.astype(jnp.promote_types(x.dtype, request.accumulator_dtype))
+
+    return dataclasses.replace(
+        request, k=wide(k), v=wide(request.v), state=wide(request.state), bias=wide(request.bias)
+    )
 
 
 def _by_blocks(request: Request, size: int) -> tuple[Array, Array | None]:

@@ -8,10 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.attention.api import attention
+from tape_jax._src.attention.normalize import numbered
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import as_integers, concrete, require
 
 Array = jax.Array
+
+
+# Keywords whose values would have to be divided into groups.
+UNGROUPED = (
+    *("mask", "bias", "logits_fn", "weights_fn", "window_positions", "query_offset"),
+    *("query_seq_lengths", "key_value_seq_lengths"),
+)
 
 
 def shifted_group_attention(
@@ -40,7 +48,7 @@ def shifted_group_attention(
       segment_ids: integers ``[..., T]``, or None.
       log_decay: as in :func:`tape_jax.attention`.
       **options: other keywords of :func:`tape_jax.attention`, except ``mask``, ``bias``,
-        ``logits_fn`` and ``weights_fn``.
+        ``logits_fn``, ``weights_fn``, ``window_positions``, lengths and offsets.
 
     Returns:
       ``o [..., T, H, Dv]`` and ``a [..., T, H, ...]`` or None, as :func:`tape_jax.attention`.
@@ -82,8 +90,10 @@ def shifted_group_attention(
         )
         return grouped(with_batch(x, batch + 2))
 
-    ids = jnp.zeros(time, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
-    ids = 2 * with_batch(ids.astype(jnp.promote_types(ids.dtype, jnp.int32)), batch + 1)
+    ids = jnp.zeros(time, jnp.int32) if segment_ids is None else segment_ids
+    ids = as_integers("segment_ids", ids)
+    rows = ids.reshape(-1, ids.shape[-1])
+    ids = 2 * with_batch(numbered(rows, rows)[0].reshape(ids.shape), batch + 1)
     # After the roll, the first half group shares the last group with tokens it must not see.
     ids = jnp.stack([ids, ids + (jnp.arange(time) < half)], axis=-1)
     out, attended = attention(
@@ -106,9 +116,10 @@ def _check(q: Array, k: Array, groups: int, options: dict[str, Any]) -> None:
         time % (2 * groups) == 0,
         f"shifted_groups = {groups} needs a length that is a multiple of {2 * groups}; got {time}",
     )
-    for name in ("mask", "bias", "logits_fn", "weights_fn"):
+    for name in UNGROUPED:
+        given = options.get(name)
         require(
-            options.get(name) is None,
+            given is None or (name == "query_offset" and concrete(given) == 0),
             f"shifted_groups = {groups} needs an encoding and a call without {name}; got one",
         )
     require(

@@ -111,6 +111,8 @@ def automatic_inside(
                 args, kwargs = jax.tree.unflatten(tree, filled)
                 return function(*args, **kwargs)
 
+            # Traced once, for shapes and for the value.
+            inside = jax.jit(inside)
             whole = NamedSharding(mesh, PartitionSpec())
             shapes = jax.eval_shape(jax.sharding.auto_axes(inside, out_sharding=whole), arrays)
             specs = place(signature.bind(*args, **kwargs).arguments, shapes)

@@ -69,6 +69,7 @@ class Model(Protocol):
 def _checked_rule(rule: Any) -> Rule:
     """Checks a rule and makes its list a tuple."""
     valid = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
+    valid = valid and isinstance(rule[1], Sequence | None)
     require(
         valid,
         f"sharding: a rule is a pair (logical axis, mesh axis, several or None); got {rule!r}",

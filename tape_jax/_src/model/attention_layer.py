@@ -21,6 +21,7 @@ from tape_jax._src.model.cache import Cache, LayerCache, entries, with_entries, 
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layers import Norm, projection
+from tape_jax._src.positions.fixed.window import narrower
 from tape_jax._src.positions.layer import Layer, Order, Terms
 from tape_jax._src.positions.protocol import Encoding, State
 
@@ -201,7 +202,7 @@ def prepared(
         "is_causal": context.is_causal,
         "segment_ids": context.segment_ids,
         "mask": context.mask,
-        "local_window_size": config.local_window_size if own is None else own,
+        "local_window_size": narrower(config.local_window_size, own),
         "window_positions": None if config.shifted_groups else context.counts,
         **terms.keywords(),
     }

@@ -283,7 +283,8 @@ class ModelConfig:
       update_implementation: as ``implementation`` of :func:`tape_jax.update_state`, for position
         encodings that have several.
       local_window_size: as in ``jax.nn``: how many tokens a token sees before and behind its own,
-        an integer or a pair ``(left, right)``; None: all. Only tokens of its own segment count, not
+        an integer or a pair ``(left, right)``; None: all. Beside a window of the encoding the
+        narrower one holds. Only tokens of its own segment count, not
         padding; inside ``shifted_groups``, and on a mesh that splits sequences, all places do.
       remat: what the backward pass recomputes: ``none``; ``dots``: all except matrix products;
         ``full``: all except each layer's inputs; ``groups``: all except the inputs of every few
@@ -363,7 +364,6 @@ class ModelConfig:
         self._check_implementations()
         self._check_random_positions()
         self._check_mlp()
-        self._check_windows()
         self.position.check(self.sizes)
 
     def _check_heads(self) -> None:
@@ -423,14 +423,6 @@ class ModelConfig:
             )
             for name in (names,) if isinstance(names, str) else names or ():
                 choose(field.replace("_", " "), name, implementations)
-
-    def _check_windows(self) -> None:
-        """Raises ValueError if both the model and its encoding have a window."""
-        require(
-            self.local_window_size is None or "window" not in self.position.acts_on,
-            f"model: local_window_size = {self.local_window_size} beside a window of the encoding "
-            f"{self.position.kind!r}: give one of them",
-        )
 
     def _check_random_positions(self) -> None:
         """Raises ValueError for random positions that the encoding does not take."""

@@ -10,6 +10,7 @@ from tape_jax._src import positions
 from tape_jax._src.core.checks import positive, require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.fixed.rotary import RopeScaling
+from tape_jax._src.positions.fixed.window import narrower
 
 Fields = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -237,8 +238,7 @@ def layers_of(c: ModelConfig) -> list[LayerKind] | None:
         known = all(type(x) in (positions.Window, positions.Encoding) for x in others)
         if len(ropes) > 1 or not known or any(x.axes > 1 or x.learn_base for x in ropes):
             return None
-        window = encoding.local_window_size
-        window = c.local_window_size if window is None else window
+        window = narrower(c.local_window_size, encoding.local_window_size)
         before = window[0] if isinstance(window, tuple) else window
         found.append(LayerKind(ropes[0] if ropes else None, before))
     return None if any(x.rope and x.rope.still_heads for x in found) else found

@@ -157,6 +157,19 @@ def test_shifted_groups():
         shifted_group_attention(q, k, v, groups=3, log_decay=jnp.zeros((23, 1)), **call)
 
 
+def test_distant_ids_in_shifted_groups():
+    """Ids may be any integers, as in ``attention``."""
+    q, k, v, _ = qkve(8, heads=2)
+    near, far = (jnp.repeat(jnp.array(pair), 4) for pair in ([1, 2], [-(2**30), 2**30]))
+    both = [shifted_group_attention(q, k, v, groups=1, segment_ids=ids)[0] for ids in (near, far)]
+    np.testing.assert_array_equal(*both)
+    with pytest.raises(ValueError, match="segment_ids must fit in int32"):
+        shifted_group_attention(q, k, v, groups=1, segment_ids=np.full(8, 2**32))
+    for name, value in {"window_positions": jnp.arange(8), "query_offset": 1}.items():
+        with pytest.raises(ValueError, match=f"a call without {name}; got one"):
+            shifted_group_attention(q, k, v, groups=1, **{name: value})
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("backend", ["query_blocks", "chunked", "reference"])
 def test_a_head_that_is_not_finite_spoils_no_other(backend):

@@ -161,6 +161,7 @@ UNEVEN = ShardingConfig(sequence=2, tensor=2, rules=(("kv_heads", None),)).build
         ({"mask": jnp.ones((T, T), bool)}, NotImplementedError, "mask= speaks of pairs"),
         ({"query_offset": 1}, NotImplementedError, "query_offset = 1"),
         ({"options": {"order": "zigzig"}}, ValueError, "unknown order of ring attention 'zigzig'"),
+        ({"options": {"block_q": -4}}, ValueError, "block_q must be a positive integer"),
         ({"sharding": UNEVEN}, ValueError, r"heads on \('tensor',\) and kv_heads on \(\)"),
         (
             {"sharding": mesh_of(data=4, sequence=2)},

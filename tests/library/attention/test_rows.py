@@ -187,6 +187,18 @@ def test_a_row_without_keys_gives_what_its_weights_say(backend):
     np.testing.assert_allclose(every, jnp.broadcast_to(v.sum(1)[:, None], v.shape), atol=1e-5)
 
 
+def test_gradients_of_blocks_are_summed_wide():
+    """In 16 bits a sum stays behind where its terms are too small for it."""
+    q, k = jnp.zeros((1, 8192, 1, 2), jnp.bfloat16), jnp.zeros((1, 16, 1, 2), jnp.bfloat16)
+
+    def total(v):
+        return attention(q, k, v, implementation="rows", options={"block_q": 8})[0].sum()
+
+    found = jax.jit(jax.grad(total))(k)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, 512)
+
+
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_logits_are_wide_whatever_the_type(backend):
     q, k, v, _ = qkve(9, dtype="bfloat16")

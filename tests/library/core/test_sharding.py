@@ -424,6 +424,7 @@ def test_shares_of_processes():
         (lambda: ShardingConfig(tensor=3).build(), "tensor=3 needs 3 devices; got 8"),
         (lambda: ShardingConfig(tensor=3, data=-1).build(8), "a multiple of 3 devices; got 8"),
         (lambda: ShardingConfig(rules=("vocab",)), "a rule is a pair"),
+        (lambda: ShardingConfig(rules=(("vocab", 3),)), r"a rule is a pair .*got \('vocab', 3\)"),
         (
             lambda: ShardingConfig(rules=(("vocab", "tenser"),)),
             r"for 'vocab' 'tenser'.*did you mean 'tensor'",

@@ -213,6 +213,13 @@ def test_windows_by_layer():
 
 
 @pytest.mark.slow
+def test_the_narrower_of_two_windows_holds():
+    both = small_model(Layers([Window(1), Window((3, 4))]), num_layers=2, local_window_size=2)
+    one = small_model(Layers([Window(1), Window(2)]), num_layers=2)
+    variables, tokens = random_variables(one), random_tokens(1, 8)
+    chex.assert_trees_all_equal(run(both, variables, tokens), run(one, variables, tokens))
+
+
 def test_retrofit_changes_the_rotary_layers_alone():
     model = small_model("rope+window/rope/none", num_layers=7, num_heads=4, num_kv_heads=2)
     variables, tokens = random_variables(model), random_tokens(2, 9)
@@ -243,7 +250,6 @@ def test_retrofit_changes_the_rotary_layers_alone():
             lambda: small_model("rope/rope/rope/none"),
             "schedule of 4 layers does not fit.* of 3, which leaves 'none' out",
         ),
-        (lambda: small_model("rope+window/rope", local_window_size=3), "give one of them"),
         (
             lambda: small_model(Layers([Tape(layers=(0, 3)), "none"])),
             "goes past the 2 layers that have this encoding; of a schedule only those are counted",

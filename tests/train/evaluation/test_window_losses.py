@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, Transformer
+from tape_jax.sharding import ShardingConfig
 from tests.models import VOCAB, random_variables, small_model
 from train.evaluation import window_losses
 from train.evaluation.programs import Programs
@@ -72,6 +73,10 @@ class TestTokenLosses:
 def test_window_narrows_only():
     assert with_window(small_model("rope"), 5).config.local_window_size == 4
     assert with_window(small_model("rope", local_window_size=3), 5).config.local_window_size == 3
+    windows_by_layer = with_window(small_model("rope+window/rope", num_layers=2), 5)
+    assert windows_by_layer.config.local_window_size == 4
+    sharding = ShardingConfig(fsdp=2).build(2)
+    assert with_window(small_model("rope").clone(sharding=sharding), 5).sharding is sharding
 
 
 def test_each_target_is_scored_in_its_own_window():

@@ -9,6 +9,16 @@ from tape_jax._src.core.checks import set_field, window
 from tape_jax._src.positions.protocol import Encoding
 
 
+def narrower(one: Any, other: Any) -> int | tuple[int, int] | None:
+    """Returns the window that two, each an integer, a pair or None, leave together."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, int) and isinstance(other, int):
+        return min(one, other)
+    left, right = zip(*(x if isinstance(x, tuple) else (x, x) for x in (one, other)), strict=True)
+    return min(left), min(right)
+
+
 @dataclasses.dataclass(frozen=True)
 class Window(Encoding):
     """Tokens see only those nearby (sliding-window attention, Beltagy et al. 2020).
