@@ -155,6 +155,7 @@ class TapeJax(TemplateLM):
                 f"tape_jax: a continuation of {len(continuation)} tokens is longer than the "
                 f"{self.max_length} that the model takes",
             )
+            context = context or [self.prefix_token_id]
             tokens = np.array([*context, *continuation][-(self.max_length + 1) :])
             if continuation:
                 given.append(Given(tokens, len(tokens) - len(continuation)))

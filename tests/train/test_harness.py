@@ -98,6 +98,14 @@ def test_a_run(ask, tmp_path):
         TapeJax(run=str(tmp_path / "run"), max_length=97)
 
 
+def test_a_context_of_white_space_without_a_start_token(llama):
+    """The harness moves it into the continuation, as if there were no context."""
+    model = TapeJax(model=str(llama), add_bos_token=False)
+    pairs = [(" ", "fox jumps"), ("", " fox jumps")]
+    (found, _), (wanted, _) = model.loglikelihood([SimpleNamespace(args=pair) for pair in pairs])
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
 def test_what_cannot_be_answered(llama):
     model = TapeJax(model=str(llama))
     sampled = SimpleNamespace(args=("a", {"do_sample": True, "temperature": 1.0}))

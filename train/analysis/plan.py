@@ -299,5 +299,7 @@ def abstract_step(
         "targets": tokens,
         "weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place),
     }
+    if getattr(experiment.task, "packing", None) == "documents":
+        batch |= {"segment_ids": tokens, "positions": tokens}
     step = make_step(model, optimizer, config, places)
     return step, (runs.placed(state, places), batch, frozen)

@@ -14,7 +14,7 @@ from train.compare.tasks import compare
 from train.evaluation.inside import untrained
 from train.evaluation.journal import Journal, alone
 from train.evaluation.programs import KeptResults, Programs
-from train.files import write_atomically
+from train.files import json_object, write_atomically
 from train.suites.evaluation import SuiteOptions, tokenizer_of
 from train.suites.evaluation import evaluate as ask_suite
 from train.suites.results import FORMAT as SUITE_FORMAT
@@ -53,8 +53,7 @@ def evaluate(
         f"{path} is not an evaluation written by this program: it is not replaced",
     )
     trained = runs.restore_for_evaluation(folder, mesh)
-    with runs.checkpoints(folder) as checkpoints:
-        about = {"checkpoint": checkpoints.digest(trained.step)}
+    about = {"checkpoint": _digest(folder, trained.step)}
     partial = folder / PARTIAL
     with alone(partial):
         journal = Journal(partial, PARTIAL_FORMAT, about, fresh=fresh, replace=about)
@@ -137,7 +136,7 @@ def evaluate_suite(
     codec = tokenizer_of(runs.load(folder).task, str(folder))
     path = folder / f"evaluation_{options.suite}.json"
     require(
-        not path.exists() or _format(path) == SUITE_FORMAT,
+        not path.exists() or saved_record(path, SUITE_FORMAT) is not None,
         f"{path} is not an evaluation written by this program: it is not replaced; move it away",
     )
     figure = path.with_suffix(".png")
@@ -150,6 +149,7 @@ def evaluate_suite(
             options,
             answers,
             step=trained.step,
+            checkpoint=_digest(folder, trained.step),
             trained_length=trained.experiment.task.sequence_length,
             fresh=fresh,
             progress=progress,
@@ -160,6 +160,12 @@ def evaluate_suite(
     return result
 
 
+def _digest(folder: Path, step: int) -> str:
+    """Returns what tells a run's checkpoint from others."""
+    with runs.checkpoints(folder) as checkpoints:
+        return checkpoints.digest(step)
+
+
 def options_to_json(options: Any) -> dict[str, Any]:
     """Returns an evaluation's options as they are read back from a file."""
     return json.loads(json.dumps(dataclasses.asdict(options)))
@@ -167,14 +173,13 @@ def options_to_json(options: Any) -> dict[str, Any]:
 
 def saved(folder: Path) -> dict[str, Any] | None:
     """Returns what :func:`evaluate` wrote: ``step``, ``options`` and ``result``; or None."""
-    path = folder / "evaluation.json"
-    return json.loads(path.read_text(encoding="utf-8")) if _format(path) == FORMAT else None
+    return saved_record(folder / "evaluation.json", FORMAT)
 
 
-def _format(path: Path) -> Any:
-    """Returns the format that a file names, or None."""
+def saved_record(path: Path, format: str) -> dict[str, Any] | None:
+    """Returns the record of this format in a file, or None."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = json_object(path.read_bytes()) or {}
+    except OSError:
         return None
-    return record.get("format") if isinstance(record, dict) else None
+    return record if record.get("format") == format else None

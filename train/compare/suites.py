@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,17 +31,20 @@ _READ: dict[str, Callable[[str], Any]] = {
 def parse(text: str) -> SuiteOptions:
     """Parses the options of a suite from text such as ``ruler:lengths=512,2048:form=short``.
 
+    Values may have colons: ``ruler:lengths=512:background=tfds:c4/en:validation``.
+
     Raises:
-      ValueError: for an unknown option, or a value that it does not take.
+      ValueError: for an option that is unknown or given twice, or a value that it does not take.
     """
-    name, *given = text.split(":")
+    name, *given = re.split(":(?=[^:=]*=)", text)
+    require(
+        ":" not in name, f"expected SUITE:OPTION=VALUE, such as ruler:lengths=512; got {text!r}"
+    )
     values: dict[str, Any] = {}
     for option in given:
-        key, equals, value = option.partition("=")
-        require(
-            bool(equals), f"expected SUITE:OPTION=VALUE, such as ruler:lengths=512; got {option!r}"
-        )
+        key, _, value = option.partition("=")
         choose("option of a suite", key, _READ)
+        require(key not in values, f"expected each option of a suite once; got {key} twice")
         try:
             values[key] = _READ[key](value)
         except ValueError:

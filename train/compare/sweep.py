@@ -22,6 +22,7 @@ import numpy as np
 import scipy.stats
 
 from train.checks import choose, require
+from train.compare.evaluations import options_to_json, saved_record
 from train.evaluation import Progress
 from train.evaluation.grids import text_table
 from train.experiment import Experiment
@@ -186,11 +187,8 @@ def validate(folder: Path, progress: Progress | None = None) -> Result:
     """
     experiment = runs.load(folder)
     task, options = experiment.task, validation_options(experiment.task, experiment.evaluation)
-    path, described = (
-        folder / "validation.json",
-        json.loads(json.dumps(dataclasses.asdict(options))),
-    )
-    record = _saved(path)
+    path, described = folder / "validation.json", options_to_json(options)
+    record = saved_record(path, FORMAT)
     require(
         record is not None or not path.exists(),
         f"{path} is not a validation written by this program: it is not replaced",
@@ -213,14 +211,6 @@ def validate(folder: Path, progress: Progress | None = None) -> Result:
     return result
 
 
-def _saved(path: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
-
-
 def best(task: Task, results: Mapping[Setting, Sequence[Result]]) -> Setting:
     """Returns the setting with the best mean rank over all validation scores.
 
@@ -232,9 +222,16 @@ def best(task: Task, results: Mapping[Setting, Sequence[Result]]) -> Setting:
       results: validation results by setting, one for each seed; none if it diverged.
 
     Raises:
-      ValueError: no results.
+      ValueError: no settings, or results without any of the scores.
     """
     require(len(results) > 0, "a sweep without results")
+    measured = {key for group in results.values() for result in group for key in result.summary()}
+    wanted = [score.key for score in task.scores]
+    require(
+        not any(results.values()) or not measured.isdisjoint(wanted),
+        "the validation cannot choose a setting: expected one of the scores "
+        f"{', '.join(wanted)}; got {', '.join(sorted(measured)) or 'none'}",
+    )
     standings = np.array([[_standing(s, group) for s in task.scores] for group in results.values()])
     ranks = scipy.stats.rankdata(-standings, axis=0).mean(axis=1)
     orders = dict(zip(results, zip(ranks, (-standings).tolist(), strict=True), strict=True))

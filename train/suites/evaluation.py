@@ -106,13 +106,14 @@ class Answers:
         Args:
           path: of the file, which need not exist.
           about: what the questions and their answers depend on, in JSON types.
-          fresh: forget what an evaluation by this program left there; answers of another step
-            are always forgotten.
+          fresh: forget what an evaluation by this program left there; answers of another
+            checkpoint are always forgotten.
 
         Raises:
           ValueError: a file of another evaluation or of another program, or a damaged one.
         """
-        self._journal = Journal(path, FORMAT, about, fresh=fresh, replace=("step",))
+        replace = "step", "checkpoint"
+        self._journal = Journal(path, FORMAT, about, fresh=fresh, replace=replace)
         self.texts = dict[Key, str]()
         for found in self._journal.read(_answers):
             self.texts.update(found)
@@ -142,6 +143,7 @@ def evaluate(
     path: Path,
     *,
     step: int = 0,
+    checkpoint: str = "",
     trained_length: int = 0,
     fresh: bool = False,
     progress: Progress | None = None,
@@ -154,6 +156,7 @@ def evaluate(
       options: what is asked.
       path: of the file of answers, from which an interrupted evaluation resumes.
       step: of the checkpoint.
+      checkpoint: what tells it from others, even of the same step.
       trained_length: tokens of a training sequence.
       fresh: forget the answers of an earlier evaluation.
       progress: called with the number of questions done and the total.
@@ -170,7 +173,7 @@ def evaluate(
         "asked",
     )
     asker = check(options, codec)
-    about = asker.about(step)
+    about = asker.about(step, checkpoint)
     answers = Answers(path, about, fresh=fresh)
     continuer = Continuer(
         trained.model,
@@ -239,11 +242,12 @@ class _Asker:
                         f"for, as {written!r}: no answer could be right",
                     )
 
-    def about(self, step: int) -> dict[str, Any]:
+    def about(self, step: int, checkpoint: str) -> dict[str, Any]:
         """Returns what the answers of a checkpoint depend on, besides the questions' keys."""
         return {
             "suite": self.options.suite,
             "step": step,
+            "checkpoint": checkpoint,
             "form": self.options.form,
             "seed": self.options.seed,
             "background": self.background.fingerprint,

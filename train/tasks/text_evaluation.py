@@ -243,11 +243,26 @@ def evaluate(
 
 
 def check(task: TextTask, options: Evaluation) -> None:
-    """Raises ValueError if :func:`evaluate` lacks text, or finds a stride or length unfit."""
-    options.stride_at(task.sequence_length)
+    """Checks options before :func:`evaluate`.
+
+    Raises:
+      ValueError: too little text, a stride or length that does not fit, or a validation that no
+        score of :func:`scores` could judge.
+    """
+    length = task.sequence_length
+    options.stride_at(length)
     held_out(task, options)
     if options.passkey_lengths:
         _passkeys(task, dataclasses.replace(options, passkey_depths=1, passkey_trials=1))
+    elif options.validation:
+        factors = [tokens / length for tokens in options.lengths_at(length)]
+        asked = [score_key(name, factor) for name in options.protocols for factor in factors]
+        known = [score.key for score in scores()]
+        require(
+            not set(known).isdisjoint(asked),
+            f"evaluation: a validation needs one of the scores {', '.join(known)}, by factors, "
+            f"lengths or passkey_lengths; got only {', '.join(asked)}",
+        )
 
 
 def _passkeys(task: TextTask, options: Evaluation) -> list[Examples]:

@@ -129,6 +129,19 @@ def test_wrong_calls(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("packing", ["concatenated", "documents"])
+def test_the_batch_is_like_those_of_training(packing, tmp_path):
+    (tmp_path / "text.txt").write_text("Some words of a text that goes on and on. " * 40)
+    task = {"name": "text", "source": f"{tmp_path}/text.txt", "sequence_length": 16,
+            "held_out": 0.2, "cache": f"{tmp_path}/cache", "packing": packing}  # fmt: skip
+    wanted = an_experiment(task, batch_size=4, accumulate=1)
+    _, (_, planned, _) = plan.abstract_step(wanted, ShardingConfig().build(jax.devices()[:1]))
+    batch = next(iter(wanted.task.dataset(0, 4)))
+    assert {name: (x.shape, x.dtype) for name, x in planned.items()} == {
+        name: (x.shape, x.dtype) for name, x in batch.items()
+    }
+
+
 def test_a_mesh_must_divide_the_batch_that_is_trained_on():
     """Of 16 sequences of 12 tokens, in place of 4 of 48."""
     task = {"name": "text", "sequence_length": 48, "train_length": 12}

@@ -9,9 +9,11 @@ from tests.train import small
 from tests.train.compare.test_report import FixedTask, compared, make_run
 from train.compare import evaluations, suites
 from train.compare.report import result_section, write_report
+from train.experiment import from_file
 from train.main import USER_ERROR, main
 from train.suites.evaluation import SuiteOptions
 from train.suites.results import SuiteResult
+from train.training.runs import checkpoints
 
 COMPARE = ["compare", "--encodings=rope"]
 
@@ -41,6 +43,9 @@ def test_every_option_can_be_said():
     assert suites.parse(f"{words}:batch_size=2:chunk=64:squad=a:hotpotqa=b") == SuiteOptions(
         *("ruler", (512, 2048), ("vt", "cwe"), 3, "short", "x.txt", 1, 2, 64, "a", "b")
     )
+    for source in ("tfds:wikipedia/en", "tfds:c4/en:validation", r"C:\texts\*.txt"):
+        found = suites.parse(f"ruler:background={source}:lengths=512")
+        assert (found.background, found.lengths) == (source, (512,))
     assert {"suite", *suites._READ} == {field.name for field in dataclasses.fields(SuiteOptions)}
 
 
@@ -69,7 +74,9 @@ def test_scores_beside_those_of_the_task(tmp_path):
     [
         (["train"], "ruler:lengths=512", "takes at most 300 tokens: a length of 512"),
         (COMPARE, "ruler:lengths=512", "takes at most 300 tokens: a length of 512"),
-        (COMPARE, "ruler:lengths=256:512", "expected SUITE:OPTION=VALUE"),
+        (COMPARE, "ruler:512", "expected SUITE:OPTION=VALUE, such as ruler:lengths=512; got"),
+        (COMPARE, "ruler:lengths=256:512", "takes whole numbers; got '256:512'"),
+        (COMPARE, "ruler:seed=1:lengths=256:seed=1", "each option of a suite once; got seed twice"),
         (COMPARE, "ruler:lengths=many", "lengths of a suite takes whole numbers; got 'many'"),
         (COMPARE, "ruler:length=256", "unknown option of a suite 'length'"),
         (COMPARE, "ruler:lengths=256:tasks=vt,qa_1", "give one with --squad=FILE"),
@@ -104,6 +111,21 @@ def test_a_longer_training_is_asked_again(config, tmp_path):
         assert main([*call, f"--config.train.steps={steps}"]) == 0
         first, *answers = (run / "evaluation_ruler.jsonl").read_text().splitlines()
         assert (json.loads(first)["step"], len(answers)) == (steps, 1)
+
+
+def test_answers_are_of_a_checkpoint(config, tmp_path, monkeypatch):
+    """Other weights at the same step have another digest."""
+    asked = {}
+
+    def ask(*_, **options):
+        asked.update(options)
+        return result(1, 1)
+
+    monkeypatch.setattr(evaluations, "ask_suite", ask)
+    folder = small.save_run(tmp_path / "run", from_file(config), 2)
+    evaluations.evaluate_suite(folder, SuiteOptions("ruler", (256,), ("vt",)))
+    with checkpoints(folder) as kept:
+        assert (asked["step"], asked["checkpoint"]) == (2, kept.digest(2))
 
 
 @pytest.mark.slow

@@ -147,6 +147,14 @@ class TestBest:
         with pytest.raises(ValueError, match="a sweep without results"):
             sweep.best(self.task, {})
 
+    def test_nothing_that_is_measured_compares(self):
+        """With one result it is an error; if all settings diverged, the first is chosen."""
+        message = "expected one of the scores exact_match_outside.*; got exact_match_middle, loss"
+        other: Any = Scored({"loss": 1.0, "exact_match_middle": 0.5})
+        with pytest.raises(ValueError, match=message):
+            sweep.best(self.task, {self.a: [other], self.b: []})
+        assert sweep.best(self.task, {self.b: [], self.a: []}) == self.b
+
 
 class TestValidation:
     def test_asks_other_questions(self):

@@ -34,7 +34,8 @@ def background(tmp_path):
 def asked(trained, path, background, **options):
     chosen = SuiteOptions(**OPTIONS | MORE | {"background": background} | options)
     calls = []
-    given = {"step": 7, "trained_length": 128, "progress": lambda *call: calls.append(call)}
+    given = {"step": 7, "checkpoint": "a", "trained_length": 128}
+    given["progress"] = lambda *call: calls.append(call)
     return evaluate(trained, BYTES, chosen, path, **given), calls
 
 
@@ -78,11 +79,16 @@ def test_a_file_of_questions_is_added_and_not_exchanged(trained, tmp_path, backg
         asked(trained, path, background, tasks=tasks, squad=str(tmp_path / "1.json"))
 
 
-def test_answers_of_another_step_are_forgotten(tmp_path, background):
-    path = tmp_path / "answers.jsonl"
+def test_answers_of_another_checkpoint_are_forgotten(tmp_path, background):
+    """Also of the same step; files that lack the checkpoint are read."""
+    path, known = tmp_path / "answers.jsonl", about(background) | {"checkpoint": "a"}
     Answers(path, about(background)).add([("vt", 300, 0)], ["x"])
-    assert Answers(path, about(background) | {"step": 8}).texts == {}
-    assert Answers(path, about(background)).texts == {("vt", 300, 0): "x"}
+    assert Answers(path, known | {"step": 8}).texts == {}
+    answers = Answers(path, known)
+    assert answers.texts == {("vt", 300, 0): "x"}
+    answers.add([("vt", 300, 1)], ["y"])
+    assert len(Answers(path, known).texts) == 2
+    assert Answers(path, known | {"checkpoint": "b"}).texts == {}
 
 
 def about(background):
@@ -109,6 +115,7 @@ def test_right_answers_score(trained, tmp_path, background):
             answers.add([(task, length, number) for number in range(3)], given)
     result, _ = asked(trained, path, background)
     assert result.scores == {task: dict.fromkeys((300, 400), (1, 1 / 3, 0)) for task in tasks}
+    assert result.about == about(background) | {"checkpoint": "a"}
     assert result.mean(300) == pytest.approx(4 / 9)
     assert "| vt   | 44.4 ± 29.4 | 44.4 ± 29.4 |" in result.table()
     assert SuiteResult.from_json(json.loads(json.dumps(result.to_json()))) == result

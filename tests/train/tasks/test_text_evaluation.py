@@ -67,6 +67,16 @@ class TestHeldOut:
         with pytest.raises(ValueError, match=message):
             text_evaluation.check(Text(), Evaluation(lengths=(2, 16), tokens=70, stride=3))
 
+    def test_a_validation_has_a_score(self):
+        odd = Evaluation(factors=(3,), protocols=("disjoint",), tokens=24)
+        text_evaluation.check(Text(), odd)
+        odd = dataclasses.replace(odd, validation=True)
+        message = "one of the scores perplexity_8x, .*; got only perplexity_3x"
+        with pytest.raises(ValueError, match=message):
+            text_evaluation.check(Text(), odd)
+        text_evaluation.check(Text(), dataclasses.replace(odd, factors=(1, 3)))
+        text_evaluation.check(Text(), dataclasses.replace(odd, passkey_lengths=(400,)))
+
     def test_documents(self):
         options = Evaluation(factors=(1, 2, 4), tokens=50, documents=True)
         texts = held_out(Text(), options)
