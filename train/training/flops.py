@@ -150,14 +150,14 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
         per_token += _mlp_products(config)
         if updates:
             per_token += _update_products(config, encoding)
-        attends, own = updates and encoding.attends_state, encoding.local_window_size
+        attends = updates and encoding.attends_state
         attention += attention_flops(
             (STATE if attends else PLAIN).forward,
             length,
             batch=batch,
             heads=c.attention_heads,
             head_dim=c.dim,
-            local_window_size=c.local_window_size if own is None else own,
+            local_window_size=c.window_of(encoding),
         )
     return 3 * (2 * per_token * batch * length + attention)
 

@@ -90,10 +90,12 @@ def shifted_group_attention(
         )
         return grouped(with_batch(x, batch + 2))
 
-    ids = jnp.zeros(time, jnp.int32) if segment_ids is None else segment_ids
-    ids = as_integers("segment_ids", ids)
-    rows = ids.reshape(-1, ids.shape[-1])
-    ids = 2 * with_batch(numbered(rows, rows)[0].reshape(ids.shape), batch + 1)
+    ids = jnp.zeros(time, jnp.int32)
+    if segment_ids is not None:
+        ids = as_integers("segment_ids", segment_ids)
+        rows = ids.reshape(-1, ids.shape[-1])
+        ids = numbered(rows, rows[:, :0])[0].reshape(ids.shape)
+    ids = 2 * with_batch(ids, batch + 1)
     # After the roll, the first half group shares the last group with tokens it must not see.
     ids = jnp.stack([ids, ids + (jnp.arange(time) < half)], axis=-1)
     out, attended = attention(

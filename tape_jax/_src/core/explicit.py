@@ -111,9 +111,6 @@ def automatic_inside(
                 args, kwargs = jax.tree.unflatten(tree, filled)
                 return function(*args, **kwargs)
 
-            if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
-                # Traced once, for shapes and for the value; outside jax.jit it would be compiled.
-                inside = jax.jit(inside)
             whole = NamedSharding(mesh, PartitionSpec())
             shapes = jax.eval_shape(jax.sharding.auto_axes(inside, out_sharding=whole), arrays)
             specs = place(signature.bind(*args, **kwargs).arguments, shapes)

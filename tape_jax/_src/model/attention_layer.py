@@ -21,7 +21,6 @@ from tape_jax._src.model.cache import Cache, LayerCache, entries, with_entries, 
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layers import Norm, projection
-from tape_jax._src.positions.fixed.window import narrower
 from tape_jax._src.positions.layer import Layer, Order, Terms
 from tape_jax._src.positions.protocol import Encoding, State
 
@@ -187,7 +186,6 @@ def prepared(
     seen = Seen(k, v, e)
     if cache is not None:
         seen = _with_cache(config, seen, cache, terms, context)
-    own = encoding.local_window_size
     scale = encoding.logits_scale(config.sizes)
     scale = config.query_scale if scale is None else scale
     if scale is None and terms.features is not None:
@@ -202,7 +200,7 @@ def prepared(
         "is_causal": context.is_causal,
         "segment_ids": context.segment_ids,
         "mask": context.mask,
-        "local_window_size": narrower(config.local_window_size, own),
+        "local_window_size": config.window_of(encoding),
         "window_positions": None if config.shifted_groups else context.counts,
         **terms.keywords(),
     }

@@ -64,8 +64,8 @@ class Cache:
 
     Attributes:
       index: number of slots written, int32.
-      tokens: ``[B, S]`` int32.
-      positions: ``[B, S]``, or ``[B, S, n]``, int32 or the floating type given to
+      tokens: ``[B, S]`` int32; all integers here are int64 if 64-bit types are enabled.
+      positions: ``[B, S]``, or ``[B, S, n]``, integers or of the floating type given to
         :func:`init_cache`.
       segment_ids: ``[B, S]`` int32; 0 is padding, or not yet written.
       layers: per block (see :attr:`Transformer.blocks`) a ``LayerCache`` with
@@ -405,7 +405,7 @@ def append(
 
 
 def last_segment(cache: Cache) -> Array:
-    """Returns the segment of each row's last real token, int32 ``[B]``; 1 where there is none."""
+    """Returns the segment of each row's last real token, ``[B]``; 1 where there is none."""
     last, found = _last(cache.segment_ids, cache.segment_ids != PADDING)
     return jnp.where(found, last, 1)
 

@@ -28,6 +28,7 @@ from tape_jax._src.core.checks import (
 )
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.drawing import RandomPositions
+from tape_jax._src.positions.fixed.window import narrower
 from tape_jax._src.positions.protocol import Encoding, OfLayer
 from tape_jax._src.positions.schedule import create
 
@@ -500,6 +501,10 @@ class ModelConfig:
     def carried_dtype(self) -> jnp.dtype:
         """Type of the position states."""
         return jnp.dtype(self.state_dtype or at_least_float32(self.dtype))
+
+    def window_of(self, encoding: Encoding) -> int | tuple[int, int] | None:
+        """Returns the narrower of the model's and an encoding's window; None if neither has one."""
+        return narrower(self.local_window_size, encoding.local_window_size)
 
     @property
     def sizes(self) -> Sizes:

@@ -240,6 +240,10 @@ def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
     known = _option_names([cls for cls, _ in parts])
     what = "+".join(cls.kind for cls, _ in parts)
     found = {cls: dict(values) for cls, values in parts}
+    require(
+        len({known.get(name, name) for name in options}) == len(options),
+        f"each option of {what!r} is given once; got {', '.join(options)}",
+    )
     for name, value in options.items():
         if name not in known:
             raise ValueError(

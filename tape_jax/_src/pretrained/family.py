@@ -10,7 +10,6 @@ from tape_jax._src import positions
 from tape_jax._src.core.checks import positive, require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.fixed.rotary import RopeScaling
-from tape_jax._src.positions.fixed.window import narrower
 
 Fields = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -238,7 +237,7 @@ def layers_of(c: ModelConfig) -> list[LayerKind] | None:
         known = all(type(x) in (positions.Window, positions.Encoding) for x in others)
         if len(ropes) > 1 or not known or any(x.axes > 1 or x.learn_base for x in ropes):
             return None
-        window = narrower(c.local_window_size, encoding.local_window_size)
+        window = c.window_of(encoding)
         before = window[0] if isinstance(window, tuple) else window
         found.append(LayerKind(ropes[0] if ropes else None, before))
     return None if any(x.rope and x.rope.still_heads for x in found) else found

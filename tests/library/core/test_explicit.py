@@ -11,7 +11,6 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 import tape_jax as tape
-from tape_jax import recorded_plans
 from tests.models import normal
 
 BATCH, TIME, HEADS, KV_HEADS, DIM = 2, 8, 4, 2, 8
@@ -102,12 +101,6 @@ def test_without_a_context():
     got = attend(*split)
     chex.assert_trees_all_close(got, attend(*args), atol=1e-5)
     assert jax.typeof(got[1]).sharding.spec == spec
-
-
-def test_a_call_is_recorded_once():
-    with recorded_plans() as plans:
-        jax.jit(attend)(*put(mesh_of(), SPLITS["both"], *arrays()))
-    assert len(plans) == 1
 
 
 def test_manual_axes():

@@ -20,10 +20,11 @@ from tests.models import normal, random_tokens, random_variables, small_model
 from tests.selection import OF_EACH_SORT, mostly_slow
 
 
-def placed(position, *, sharded=False, split=True):
+def placed(position, *, sharded=False, split=True, hidden_size=16):
     """A model, its variables and tokens, on one device and on a mesh."""
     mesh = mesh_of()
-    model = small_model(position, vocab_size=16, hidden_size=16, num_kv_heads=2, num_heads=4)
+    sizes = {"vocab_size": 16, "hidden_size": hidden_size, "num_kv_heads": 2, "num_heads": 4}
+    model = small_model(position, **sizes)
     variables, tokens = random_variables(model), random_tokens(4, 8) % 16
     places = Sharding(mesh).of(model, variables) if split else NamedSharding(mesh, P())
     there = model.clone(sharding=Sharding(mesh) if sharded else None)
@@ -71,7 +72,8 @@ def test_generation():
 
 @pytest.mark.parametrize("kind", mostly_slow([k for k in OF_EACH_SORT if k != "abacus"], "path"))
 def test_every_encoding(kind):
-    mesh, here, there = placed(kind)
+    # Three coordinates need three frequencies.
+    mesh, here, there = placed(kind, hidden_size=24)
 
     def run(model, variables, tokens):
         total = lambda v: jnp.mean(jnp.sin(model.apply(v, tokens)))  # noqa: E731

@@ -72,6 +72,11 @@ def test_options_go_to_the_one_that_has_them():
         ("tape+alibi", {"nrom": "rms"}, "unknown field 'nrom'.*did you mean 'norm'"),
         ("abacus+rope", {"digits": DIGITS, "slopes": 1}, "unknown field 'slopes'"),
         (["rope", 3], {}, "unknown position encoding 3"),
+        (
+            "rope",
+            {"base": 3.0, "rope_base": 5.0},
+            "each option of 'rope' is given once; got base, ",
+        ),
         ("rope+alibi", {"axes": 2}, "'alibi' reads one position a token, 'rope' has axes = 2"),
     ],
 )

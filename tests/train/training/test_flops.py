@@ -43,6 +43,11 @@ def test_model():
     products = 2 * 2 * (2 * (16 + 48) + 6)
     attention = 2 * (2 * 2 * 2 * 2)
     assert flops.model_flops(config, 1, 2) == 3 * (products + attention)
+    windows = [
+        flops.model_flops(dataclasses.replace(TINY, position=position, local_window_size=7), 1, 64)
+        for position in ("rope", "rope+window")
+    ]
+    assert windows[0] == windows[1]
 
 
 def test_model_with_tape():
