@@ -109,7 +109,8 @@ def text(format: str, records: Sequence[Fields], shared: Sequence[str]) -> str:
 def common(records: Sequence[Fields]) -> dict[str, Any]:
     """Returns the fields in which all records agree, and the parts of fields in which they do.
 
-    A field whose own fields have other names in some record is not divided.
+    A field is divided if one record's fields of it are in every other: those made later may have
+    more.
     """
     if not records:
         return {}
@@ -120,8 +121,10 @@ def common(records: Sequence[Fields]) -> dict[str, Any]:
             continue
         if all(other == value for other in values):
             agreed[key] = value
-        elif all(isinstance(other, dict) and other.keys() == value.keys() for other in values):
-            agreed[key] = common(values)
+        elif all(isinstance(other, dict) for other in values):
+            fewest = min(values, key=len).keys()
+            if all(fewest <= other.keys() for other in values):
+                agreed[key] = common(values)
     return agreed
 
 

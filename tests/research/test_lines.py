@@ -58,20 +58,23 @@ def test_round_trip(path):
 
 
 def test_what_is_shared(path):
-    """Rewritten, the first line has what all agree in; a field with other names is given whole."""
+    """Rewritten, the first line has what all agree in, where some have further fields too.
+
+    A field of which two records each have a name that the other has not is given whole.
+    """
     records = [record("a"), record("b", 1, kind="x"), record("c", 2)]
     append(path, *records)
     lines.rewrite(path, FORMAT, SHARED)
     assert lines.read(path, FORMAT) == ({one["name"]: one for one in records}, [])
     header, first, second, _ = written(path)
-    assert header["shared"] == {"config": {"empty": {}}, "found": {"counts": [1, 2]}}
-    assert first == {
-        "name": "a",
-        "config.seed": 0,
-        "config.model": {"layers": 2},
-        "found.right": [0, 0.5],
+    assert header["shared"] == {
+        "config": {"model": {"layers": 2}, "empty": {}},
+        "found": {"counts": [1, 2]},
     }
-    assert second["config.model"] == {"layers": 2, "kind": "x"}
+    assert first == {"name": "a", "config.seed": 0, "found.right": [0, 0.5]}
+    assert second["config.model.kind"] == "x"
+    other = [record("a", window=8), record("b", kind="x")]
+    assert "model" not in lines.common(other)["config"]
     append(path, record("e", 9), record("b", 5), {**record("f"), "found": None})
     newer = {"a": records[0], "b": record("b", 5), "c": records[2], "e": record("e", 9)}
     newer["f"] = {**record("f"), "found": None}

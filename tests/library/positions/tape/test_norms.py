@@ -117,7 +117,7 @@ def test_gradients(x64, norm, name):
     ],
 )
 def test_the_start_state_is_left_as_it_is(x64, l, r, norm, kind):
-    scaling = RopeScaling(kind, factor=4.0, original_length=16)
+    scaling = RopeScaling(kind, 4.0, 16) if kind != "none" else RopeScaling()
     if l is None:
         start = rotary_state(jnp.arange(20), 8, scaling=scaling)[:, None]
     else:
