@@ -39,7 +39,7 @@ from train.evaluation.grids import text_table
 from train.experiment import Experiment
 from train.statistics import estimate
 from train.tasks import Score, Task
-from train.training import metrics, runs
+from train.training import changes, metrics, runs
 from train.training.signals import NON_FINITE_EXIT_CODE
 
 # Further rates that a walk is expected to try, beside the first three.
@@ -544,6 +544,7 @@ class PlannedTrainings(Study):
         own = given
         if design.base is not None:
             base = self._base_once(self.procedure.choosing[0])
+            _make_way(base, self.folder)
             if not base.folder.exists():
                 runs.create(base.folder, base.experiment)
             own = (*given, *options({"adapt.base": str(base.folder)}))
@@ -596,16 +597,41 @@ class PlannedTrainings(Study):
         train_all(jobs, self.place.side_by_side, same_share=True)
 
     def _make_bases(self, jobs: Sequence[Job]) -> None:
-        """Makes what runs start from."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Makes what runs start from, and way for these runs."""
+        bases = []
         if self.design.base is not None:
-            bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in jobs))
+            seeds = dict.fromkeys(job.experiment.seed for job in jobs)
+            bases = [self._base_once(seed) for seed in seeds]
+        # What runs are made of goes with them: none is continued on another base.
+        for base in bases:
+            _make_way(base, self.folder)
+        for job in jobs:
+            _make_way(job, job.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if bases:
             unfinished = [base for base in bases if not base.finished]
             train_all(unfinished, self.place.side_by_side, same_share=True)
 
 
 def _silent(line: str) -> None:
     """Reports nothing."""
+
+
+def _make_way(job: Job, folder: Path) -> None:
+    """Renames ``folder`` if the job's own folder has a run of another experiment; says so.
+
+    Such a run cannot be continued, or would become another one if only its steps differ.
+    """
+    if not runs.exists(job.folder):
+        return
+    try:
+        changes.check_same(job.folder, job.experiment)
+    except ValueError:
+        names = (folder.with_name(f"{folder.name}-before{n}") for n in itertools.count(1))
+        free = next(name for name in names if not name.exists())
+        why = f"{job.folder} has a run of another experiment than the study asks for now"
+        print(f"{why}: {folder} is renamed to {free.name}", flush=True)
+        folder.rename(free)
 
 
 def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tests.train import small
 from train.compare import evaluations
 from train.compare.processes import EVALUATE, VALIDATE, Ended
 from train.tasks.text_evaluation import TextResult
+from train.training import runs
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 
@@ -265,6 +266,20 @@ class TestRunning:
         made = [name for call in trained for name in call]
         assert len(made) == len(set(made)) == 39
 
+    @pytest.mark.parametrize("field", ["steps", "batch_size"])
+    def test_folders_of_another_experiment(self, design, place, trained, field):
+        """They are renamed: a run is made from its start, and what is there stays."""
+        planned = design.at(place)
+        first, second, *_ = planned.quick
+        other = dataclasses.replace(first.experiment.train, **{field: 3})
+        runs.create(first.folder, dataclasses.replace(first.experiment, train=other))
+        runs.create(second.folder, second.experiment)
+        planned.run(lambda item: None, quick=True)
+        assert not first.folder.exists()
+        before = runs.load(first.folder.with_name(f"{first.folder.name}-before1"))
+        assert before.train == other
+        assert runs.load(second.folder) == second.experiment
+
     def test_code_that_changes_meanwhile(self, design, place, trained, monkeypatch):
         """What was trained then is recorded as of code that no commit has."""
         commits = iter(["0", "0", "1"])
@@ -358,3 +373,9 @@ def test_base(design, place):
         assert [job.experiment.model.hidden_size for job in jobs[:2]] == [8, 8]
         record = json.loads((Path(folders[0]) / "experiment.json").read_text())
         assert record["experiment"]["seed"] == 0
+    wider = adapted.base._replace(fields={**sizes, "model.hidden_size": 16})
+    planned = dataclasses.replace(adapted, base=wider).at(place)
+    (job, *_), _ = planned.walk("lora", "perplexity_overlapping_1x")
+    assert (planned.item(job).base.model.hidden_size, job.experiment.model.hidden_size) == (16, 16)
+    before = place.runs / "copying-before1" / "base-seed0"
+    assert runs.load(before).model.hidden_size == 8, "what was made for the other base stays"

@@ -126,7 +126,8 @@ class Attention(nn.Module):
       num_heads: query heads ``H_q``.
       num_kv_heads: key/value heads ``H_kv``; None: ``num_heads``.
       head_dim: numbers per head, even; None: the width of ``x`` divided by ``num_heads``.
-      position: the encoding, as in :class:`tape_jax.ModelConfig`.
+      position: the encoding, as in :class:`tape_jax.ModelConfig`. Of its update, only whether it
+        attends states is read here: the rest is given to :class:`UpdateState`.
       updates: whether an update follows, which needs the attended state; False in the last layer.
       qk_norm: whether an RMSNorm over each head follows the projections of queries and keys.
       norm_eps: epsilon of these norms.

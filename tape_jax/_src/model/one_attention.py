@@ -36,7 +36,8 @@ def layer_config(hidden_size: int, num_heads: int, **options: Any) -> ModelConfi
 
     Raises:
       ValueError: for incompatible sizes or options.
-      NotImplementedError: for an encoding that also acts at the embeddings.
+      NotImplementedError: for an encoding that also acts at the embeddings, and for an update that
+        the modules do not have.
     """
     # Two layers: the last layer of a model updates no state.
     config = ModelConfig(1, hidden_size, num_layers=2, num_heads=num_heads, **options)
@@ -55,6 +56,11 @@ def layer_config(hidden_size: int, num_heads: int, **options: Any) -> ModelConfi
             f"the encoding {encoding.kind!r}, with these options, treats layers differently, and "
             "one layer does not know its number: use tape_jax.Transformer"
         )
+    if found := _beyond_the_update(encoding):
+        raise NotImplementedError(
+            f"UpdateState, which follows one layer's attention, has no {found}: use "
+            "tape_jax.Transformer"
+        )
     if encoding.coordinate_axes > 1:
         raise NotImplementedError(
             f"Attention takes one position a token; {encoding.kind!r} has axes="
@@ -69,6 +75,18 @@ def _differs_by_layer(encoding: Encoding, config: ModelConfig) -> bool:
         return False
     names = [set(encoding.layer_params(config.sizes, updates=x)) for x in (False, True)]
     return encoding.updates(0, 2) or names[0] != names[1]
+
+
+def _beyond_the_update(encoding: Encoding) -> str | None:
+    """Returns what an encoding's update has and the module ``UpdateState`` has not, if anything."""
+    if encoding.attends_state and not encoding.update_implementations:
+        return f"update of {encoding.kind!r}"
+    usual = {"still_heads": 0, "learn_alpha": False, "layers": "all"}
+    for member in filter(lambda x: x.update_implementations, encoding.members):
+        for name, default in usual.items():
+            if (given := getattr(member, name)) != default:
+                return f"{name} = {given!r} of {member.kind!r}"
+    return None
 
 
 def attention_params(config: ModelConfig, *, qk_norm: bool) -> dict[str, Param]:
@@ -134,8 +152,8 @@ def attend(
     """
     c, encoding = config, config.position
     require(
-        x.shape[-1] == c.hidden_size and x.ndim >= 2,
-        f"x must have shape [..., T, {c.hidden_size}]; got {x.shape}",
+        x.ndim >= 2 and x.shape[-1] == c.hidden_size and x.size > 0,
+        f"x must have shape [..., T, {c.hidden_size}] and not be empty; got {x.shape}",
     )
     check_initial_state(encoding, state)
     context = _context(c, x, positions, segment_ids, mask, is_causal, cache, index)

@@ -480,6 +480,8 @@ def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
     rest = set(file.arrays) - compared - set(inputs) - set(NOT_COMPARED)
     if rest:
         raise ValueError(f"{file.path}: recorded, but not known here: {sorted(rest)}")
+    if "o" not in compared:
+        raise ValueError(f"{file.path}: 'o', the output, is not recorded")
     if not any(name.startswith("grad_") for name in file.arrays):
         yield f"{precision}  gradients: not recorded in this file"
 

@@ -16,21 +16,27 @@ def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
     """The arrays of a file, and of its sibling (``X.npz`` and ``X_grad.npz``).
 
     Raises:
-      ValueError: if a file cannot be read.
+      ValueError: if a file cannot be read, or both have an array with different values.
     """
     path = Path(path)
     stem = path.stem.removesuffix("_grad")
     arrays: dict[str, np.ndarray] = {}
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
+    if path.suffix != ".npz":
+        raise ValueError(f"{path}: the name of a recorded file ends in .npz")
     for file in (path.with_name(f"{stem}.npz"), path.with_name(f"{stem}_grad.npz")):
         if not file.is_file():
             continue
         try:
             with np.load(file, allow_pickle=False) as archive:
-                arrays |= {name: archive[name] for name in archive.files}
+                found = {name: archive[name] for name in archive.files}
         except Exception as error:
             raise ValueError(f"{file}: not a readable npz archive ({error})") from error
+        for name in arrays.keys() & found.keys():
+            if not np.array_equal(arrays[name], found[name]):
+                raise ValueError(f"{file}: {name} has other values than in {stem}.npz")
+        arrays |= found
     return arrays
 
 

@@ -18,7 +18,7 @@ def report(path: str | Path) -> tuple[list[str], bool]:
       The lines to print, and whether everything is within tolerance.
 
     Raises:
-      ValueError: if the file cannot be read.
+      ValueError: if the file cannot be read; others if its contents are not what is needed.
     """
     arrays, unused = read_arrays(path), ()
     if contextual.is_one(arrays):
@@ -49,8 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     for path in parser.parse_args(argv).files:
         try:
             lines, ok = report(path)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+        except Exception as error:  # Whatever a damaged file leads to: the next ones are read.
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            said = f"{kind}{error}"
+            print(f"error: {said if path in said else f'{path}: {said}'}", file=sys.stderr)
             unread.append(path)
             continue
         print("\n".join(lines), flush=True)

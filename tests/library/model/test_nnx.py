@@ -166,6 +166,13 @@ def test_scan_with_remat_is_the_loop():
         ({"position": "sinusoidal"}, NotImplementedError, "acts at the embeddings"),
         ({"position": "mapformer_wm"}, NotImplementedError, "at the embeddings"),
         ({"position": "tap"}, ValueError, "tap"),
+        ({"position": tape.positions.Tape(still_heads=1)}, NotImplementedError, "still_heads = 1"),
+        (
+            {"position": {"kind": "tape+alibi", "learn_alpha": True}},
+            NotImplementedError,
+            "UpdateState.* has no learn_alpha = True",
+        ),
+        ({"position": "tape_mix_head_dim"}, NotImplementedError, "UpdateState.* has no update of"),
     ],
     ids=str,
 )
@@ -177,8 +184,9 @@ def test_wrong_options_are_errors(options, error, message):
 def test_wrong_inputs_are_errors():
     layer = tape.nnx.Attention(WIDTH, HEADS, rngs=nnx.Rngs(0))
     cache = layer.init_cache(BATCH, 4)
-    with pytest.raises(ValueError, match=r"x must have shape \[..., T, 32\]"):
-        layer(normal(BATCH, TIME, 8))
+    for shape in ((BATCH, TIME, 8), (0, TIME, 32)):
+        with pytest.raises(ValueError, match=r"x must have shape \[..., T, 32\] and not be empty"):
+            layer(jnp.zeros(shape))
     with pytest.raises(ValueError, match="4 slots"):
         layer(normal(BATCH, TIME, WIDTH), cache=cache)
     with pytest.raises(ValueError, match="a pair"):

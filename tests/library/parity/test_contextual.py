@@ -87,6 +87,8 @@ def lacking(missing):
         ("focks", misnamed, "did you mean 'fox'"),
         ("fox", lambda arrays: arrays | {"more": np.ones(3)}, "not known here: ['more']"),
         ("fox", lacking("do"), "'do' is recorded neither as an array nor in meta"),
+        ("fox", lacking("o"), "'o', the output, is not recorded"),
+        ("fox", lambda arrays: arrays | {"W_f": np.ones(1)}, "fox_tiny.npz: "),
     ],
 )
 def test_what_is_unknown_or_missing_is_named(name, change, words, tmp_path, capsys):

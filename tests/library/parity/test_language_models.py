@@ -95,10 +95,23 @@ def test_wrong_files_are_refused(tmp_path, capsys, change, message):
     for file, words in ((path, message), (none, "no such file"), (bad, "not a readable npz")):
         with pytest.raises(ValueError, match=words):
             language_models.Golden(file)
-    assert report.main([str(path), str(none)]) == 2
+    lacks = damaged(tmp_path, "rope_tiny", lambda a: a.pop("model.embed_tokens.weight"))
+    other, npy = tmp_path / "nope_tiny_grad.npz", tmp_path / "nope_tiny.npy"
+    with np.load(path) as file:
+        np.savez(other, **{**file, "loss": file["loss"] + 1})
+    npy.touch()
+    refused = {
+        lacks: f"{lacks}: KeyError: 'model.embed_tokens.weight'",
+        path: f"{other}: loss has other values than in nope_tiny.npz",
+        npy: "ends in .npz",
+        none: "no such file",
+    }
+    assert report.main([str(file) for file in refused]) == 2
     said = capsys.readouterr().err
-    assert said.count("error:") == 2, "the files behind it are looked at, too"
-    assert f"not compared: {path}, {none}" in said
+    for words in refused.values():
+        assert f"{words}" in said
+    assert said.count("error:") == 4, "the files behind it are looked at, too"
+    assert f"not compared: {', '.join(map(str, refused))}" in said
 
 
 def test_scaled_error_scales_large_values_and_sees_nan():

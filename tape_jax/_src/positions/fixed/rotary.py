@@ -428,9 +428,14 @@ def magnitudes(
     scaling = scaling or RopeScaling()
     if partial_rotary_factor == 1:
         return scaling.state_magnitude
-    planes = _planes(head_dim, axes, partial_rotary_factor)
-    turns = np.concatenate([np.arange(count) < turning for count, turning in planes])
+    turns = _turns(head_dim, axes, partial_rotary_factor)
     return np.where(turns, scaling.state_magnitude, 1.0)
+
+
+def _turns(head_dim: int, axes: int, partial_rotary_factor: float) -> np.ndarray:
+    """Returns which frequencies of a head rotate, ``[D/2]`` bool."""
+    planes = _planes(head_dim, axes, partial_rotary_factor)
+    return np.concatenate([np.arange(count) < turning for count, turning in planes])
 
 
 def _planes(head_dim: int, axes: int, partial_rotary_factor: float) -> list[tuple[int, int]]:
@@ -767,11 +772,11 @@ class Xpos(Rope):
     """xPos (Sun et al. 2022): rotary states whose magnitudes decay with distance.
 
     Queries are scaled by ``s_j^((t - c) / scale_base)`` and keys by its inverse, with
-    ``s_j = (2j + 0.4 D) / (1.4 D)``. Only differences of positions matter: ``c`` is the middle of
-    the sequence, or of the cache, so that the scales stay near 1. The compute type limits them:
-    with the default ``scale_base``, to sequences of 22,000 tokens in float16, of 258,000 in
-    bfloat16 and float32. Positions farther from ``c`` than half of that are refused or, if traced
-    (not known yet), give NaN.
+    ``s_j = (2j + 0.4 D) / (1.4 D)``, where ``D`` dimensions rotate; the others keep their scale.
+    Only differences of positions matter: ``c`` is the middle of the sequence, or of the cache, so
+    that the scales stay near 1. The compute type limits them: with the default ``scale_base``, to
+    sequences of 22,000 tokens in float16, of 258,000 in bfloat16 and float32. Positions farther
+    from ``c`` than half of that are refused or, if traced (not known yet), give NaN.
 
     Attributes:
       scale_base: distance in tokens over which pair ``j`` decays by ``s_j``.
@@ -790,8 +795,11 @@ class Xpos(Rope):
 
     def start_at(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
         e = super().start_at(positions, sizes, key=key, length=length, dtype=dtype, params=params)
-        scale = (np.arange(0, sizes.head_dim, 2) + 0.4 * sizes.head_dim) / (1.4 * sizes.head_dim)
-        rates = np.log(scale) / self.scale_base
+        turns = _turns(sizes.head_dim, self.axes, self.partial_rotary_factor)
+        rotating = 2 * int(turns.sum())
+        rates = np.zeros(turns.shape)
+        rates[turns] = np.log((np.arange(0, rotating, 2) + 0.4 * rotating) / (1.4 * rotating))
+        rates /= self.scale_base
         largest = min(_largest_scale(d) for d in (sizes.dtype, dtype))
         reach = math.log(largest) / float(np.abs(rates).max())
         compute = algebra.at_least_float32(dtype)

@@ -222,6 +222,21 @@ class TestXpos:
         scales = (2 * np.arange(4) + 0.4 * 8) / (1.4 * 8)
         np.testing.assert_allclose(product, scales ** [[0], [1], [2]], rtol=1e-12)
 
+    def test_what_does_not_rotate_does_not_decay(self, x64):
+        """The rotating half of 8 dimensions decays as a head of 4 does."""
+        places = jnp.arange(0, 2000, 700)
+        small = dataclasses.replace(CONFIG.sizes, head_dim=4)
+        whole = Xpos().start(places, small, dtype=jnp.float64)
+        half = Xpos(partial_rotary_factor=0.5).start(places, CONFIG.sizes, dtype=jnp.float64)
+        for e, rotating in zip(half, whole, strict=True):
+            e = e.reshape(3, 2, 4)
+            np.testing.assert_allclose(
+                np.hypot(*e[..., :2].swapaxes(0, 1)),
+                np.hypot(*rotating.reshape(3, 2, 2).swapaxes(0, 1)),
+            )
+            np.testing.assert_array_equal(e[:, 0, 2:], 1)
+            np.testing.assert_array_equal(e[:, 1, 2:], 0)
+
     @pytest.mark.slow
     @pytest.mark.parametrize(("dtype", "length"), [("float16", 22_000), ("bfloat16", 258_000)])
     def test_scales_are_numbers_at_every_length(self, dtype, length):
