@@ -8,7 +8,8 @@
 
 Prints which runs are missing and how long they will take, then makes them, claims first, by
 research/protocol.md. Each run is written to --results the moment it ends, the page every ten
-minutes: after an interruption, the same command continues. --plan stops before the first run.
+minutes: after an interruption, the same command continues. Trainings of a command that was killed
+(SIGKILL) go on by themselves, and must end first. --plan stops before the first run.
 --quick repeats a few runs in a separate folder, and says whether they equal those on record. --page
 runs nothing, and needs only the results. Results by another protocol or config are named and left
 out. --rivals makes the runs of these rivals, and those that choose a budget.
@@ -65,6 +66,11 @@ def run(args: argparse.Namespace) -> None:
     choose("suite", args.suite, SUITES)
     suite = SUITES[args.suite]
     require(args.jobs >= 1, f"evidence: --jobs must be at least 1; got {args.jobs}")
+    own = [design.name for design in suite.designs]
+    chosen = args.only.split(",") if args.only is not None else own
+    for study in chosen:
+        choose("study", study, own)
+    narrowed = None if args.rivals is None else _narrowed(suite, chosen, args)
     scale = scale_of(args.overrides)
     folder, name = f"{FOLDER}{apart(scale)}", f"{suite.name}{apart(scale)}"
     runs = args.runs or RUNS / folder
@@ -80,13 +86,8 @@ def run(args: argparse.Namespace) -> None:
             place = recorded._replace(store=Store(apart_from / "results"), runs=apart_from / "runs")
             out = args.out or apart_from / "page" / f"{name}.md"
         studies = page.studies_at(suite, place)
-        own = [design.name for design in suite.designs]
-        chosen = args.only.split(",") if args.only is not None else own
-        for study in chosen:
-            choose("study", study, own)
         makes = {name: studies[name] for name in chosen}
-        if args.rivals is not None:
-            narrowed = _narrowed(suite, chosen, args)
+        if narrowed is not None:
             makes = {name: design.at(place) for name, design in narrowed.items()}
         for remark in remarks(place.store, studies):
             print(remark, file=sys.stderr)
