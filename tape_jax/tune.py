@@ -17,7 +17,7 @@ from unittest import mock
 
 from tape_jax._src.attention import vendor_splash
 from tape_jax._src.attention.tuning import records
-from tape_jax._src.attention.tuning.records import CallShape, agree, forget, nearest
+from tape_jax._src.attention.tuning.records import CallShape, agree, forget
 from tape_jax._src.core import devices
 from tape_jax._src.core.timing import Timing, take_turns
 
@@ -52,7 +52,8 @@ def prepare(
 ) -> None:
     """Measures causal calls of one shape, with and without a state, unless they are known.
 
-    A shape is known if one of its head dimension and a length within a factor of two was measured.
+    A shape is known if one of its head dimension and a length within a factor of two was measured,
+    and time did not end before anything was timed.
     Calls from several processes on one machine wait for the one that measures.
 
     Args:
@@ -62,10 +63,10 @@ def prepare(
     """
     from tape_jax._src.attention.tuning import measure, records
 
-    table = records.read()[0] or {}
+    table = records.telling(records.read()[0] or {})
 
     def is_known(shape: CallShape) -> bool:
-        near = nearest(shape, table)
+        near = records.nearest(shape, table)
         return (
             near is not None
             and near.head_dim == head_dim

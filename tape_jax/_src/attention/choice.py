@@ -26,7 +26,7 @@ from tape_jax._src.attention.request import Request
 from tape_jax._src.attention.tuning import records
 from tape_jax._src.attention.tuning.records import CallShape
 from tape_jax._src.core import devices
-from tape_jax._src.core.checks import choose, refuse
+from tape_jax._src.core.checks import choose, instance, refuse
 
 # Name to module, or to "module:object". A module is imported once a call may take it.
 BACKENDS = {
@@ -182,12 +182,17 @@ def candidates(
       request: the call.
       names: the caller's names, checked; None for an automatic choice.
       options: keywords of the only named implementation.
+
+    Raises:
+      ValueError: if ``options`` is no mapping.
     """
     if names is not None:
+        instance("options", options, Mapping)
         return Candidates([Candidate(name, options, "named") for name in names])
     if request.symbolic:
         return Candidates([Candidate("reference", basis="shapes are symbolic")])
-    usual = list(_by_rules(request))
+    wrong = records.wrong(request)
+    usual = [x for x in _by_rules(request) if x.implementation not in wrong]
     ranking = None if request.interpret else records.ranking(request, default)
     found: list[Candidate] = []
     if ranking is None:
@@ -197,18 +202,16 @@ def candidates(
         excluded = {name: note for name in others if name not in kept}
     else:
         note = f"measured: {ranking.shape}"
-        excluded = {name: x.struck or "" for name, x in ranking.struck.items()}
+        excluded = ranking.struck
         found = [
             Candidate(x.implementation, basis=note, seconds=(x.forward, x.gradients))
             for x in ranking.order
             if x.implementation in BACKENDS
         ]
-        wrong = {name for name, x in ranking.struck.items() if x.wrong}
-        usual = [x for x in usual if x.implementation not in wrong]
     found += [x._replace(basis=x.basis or note) for x in usual]
     if request.sharding is not None and request.sharding.shards("sequence") > 1:
         found.insert(0, Candidate("ring", basis="the mesh splits the sequence"))
-    return Candidates(_once(found), excluded, ranking is not None)
+    return Candidates(_once(found), {**excluded, **wrong}, ranking is not None)
 
 
 def default(request: Request) -> str:

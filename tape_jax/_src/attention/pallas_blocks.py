@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from tape_jax._src.core import devices
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import check_fields, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Tile:
     stages: int = 2
 
     def __post_init__(self) -> None:
+        check_fields(self, "Tile: ")
         for name in ("queries", "keys"):
             size = getattr(self, name)
             require(
@@ -71,8 +72,20 @@ class Tiles:
 
     @classmethod
     def of(cls, tiles: Tiles | Sequence[Sequence[int]]) -> Tiles:
-        """Returns ``tiles`` as :class:`Tiles`; lists give the numbers of each :class:`Tile`."""
-        return tiles if isinstance(tiles, Tiles) else cls(*(Tile(*tile) for tile in tiles))
+        """Returns ``tiles`` as :class:`Tiles`; lists give the numbers of each :class:`Tile`.
+
+        Raises:
+          ValueError: if a size is not allowed, or if there are too few or too many.
+        """
+        if isinstance(tiles, Tiles):
+            return tiles
+        try:
+            return cls(*(Tile(*tile) for tile in tiles))
+        except TypeError as error:
+            raise ValueError(
+                "tiles must be Tiles, or three or four lists of two to four integers (queries, "
+                f"keys, warps, stages); got {tiles!r}"
+            ) from error
 
 
 # By generation and by (bytes of an operand, largest head dimension). A multiprocessor of compute

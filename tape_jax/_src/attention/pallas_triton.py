@@ -20,6 +20,7 @@ from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
 from tape_jax._src.attention.pallas_kernels import ZERO, KernelCall, Program
 from tape_jax._src.attention.request import Request
 from tape_jax._src.core import devices
+from tape_jax._src.core.checks import truth
 from tape_jax._src.core.partition import Named, batch_size
 
 Array = jax.Array
@@ -56,10 +57,12 @@ def attend(
 
     Raises:
       NotImplementedError: if the kernels do not support the call.
+      ValueError: if ``tiles`` or ``allow_tf32`` are not allowed.
     """
     pallas_attention.check_call(request)
     width = max(request.q.shape[-1], request.v.shape[-1])
     chosen = default_tiles(request.q.dtype, width) if tiles is None else Tiles.of(tiles)
+    allow_tf32 = truth("allow_tf32", allow_tf32)
     precision = lax.Precision.HIGH if allow_tf32 else lax.Precision.HIGHEST
     return pallas_attention.attend(request, launch, chosen, precision)
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from tape_jax._src.attention.request import Request, from_rows, refuse, to_rows
 from tape_jax._src.attention.vendor import Vendor, VendorCall, pad_to, round_up, wide_types_enabled
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import check_fields, require
 from tape_jax._src.core.partition import Named
 
 Array = jax.Array
@@ -29,6 +29,9 @@ class Splash(Vendor):
 
     Attributes:
       block: queries and keys in a block, a multiple of 128; None chooses by length.
+
+    Raises:
+      ValueError: if ``block`` is not allowed.
     """
 
     block: int | None = None
@@ -41,6 +44,13 @@ class Splash(Vendor):
     # Not timed yet.
     LARGEST_BLOCK = 512
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require(
+            self.block is None or (self.block > 0 and self.block % self.LANES == 0),
+            f"block must be a positive multiple of {self.LANES}; got {self.block}",
+        )
+
     def check_device(self, interpret: bool) -> None:
         refuse(
             not interpret and jax.default_backend() != "tpu",
@@ -52,6 +62,10 @@ class Splash(Vendor):
         refuse(
             wide_types_enabled() and not call.interpret,
             "the kernel does not compile with 64-bit types enabled",
+        )
+        refuse(
+            not call.rows_that_see().any(),
+            "the kernel does not run where no query sees any key by position",
         )
 
     def attend(self, request: Request, *, block: int | None = None) -> tuple[Array, Array | None]:
@@ -68,10 +82,6 @@ class Splash(Vendor):
           ValueError: if ``block`` is not allowed.
           NotImplementedError: if the kernel does not support the call.
         """
-        require(
-            block is None or (block > 0 and block % self.LANES == 0),
-            f"block must be a positive multiple of {self.LANES}; got {block}",
-        )
         return Vendor.attend(dataclasses.replace(self, block=block), request)
 
     def fixed(self, call: VendorCall, groups: int) -> Named:

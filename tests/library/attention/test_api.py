@@ -106,6 +106,10 @@ WRONG = [
         {"implementation": "chunked", "options": {"block": 4}},
     ),
     ("one implementation; got implementation=None", {"options": {"block_q": 4}}),
+    (
+        r"options must be .*Mapping; got \['block_q'\]",
+        {"implementation": "chunked", "options": ["block_q"]},
+    ),
     *(
         (
             "block_q must be a positive .*; got 0",

@@ -141,11 +141,28 @@ def test_old_gpus_are_refused(monkeypatch):
         ({"keys": 8}, "keys must be a power of two, at least 16; got 8"),
         ({"warps": 3}, "warps must be 1, 2, 4, 8 or 16; got 3"),
         ({"stages": 0}, "stages must be at least 1; got 0"),
+        ({"stages": 2.5}, r"stages must be an integer; got 2\.5"),
+        ({"keys": "16"}, "keys must be an integer; got '16'"),
     ],
 )
 def test_wrong_tiles(sizes, message):
     with pytest.raises(ValueError, match=message):
         Tile(**{"queries": 16, "keys": 16, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiles": [[16, 16]] * 2}, r"three or four lists .*; got \[\[16, 16\], \[16, 16\]\]"),
+        ({"tiles": [64, 64, 64]}, r"three or four lists .*; got \[64, 64, 64\]"),
+        ({"tiles": 5}, "three or four lists .*; got 5"),
+        ({"tiles": [[16.0, 16]] * 3}, r"Tile: queries must be an integer; got 16\.0"),
+        ({"allow_tf32": "no"}, "allow_tf32 must be True or False; got 'no'"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        attention(X, X, X, options=options, **INTERPRETED)
 
 
 def test_table_of_tiles(monkeypatch):

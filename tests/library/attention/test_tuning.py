@@ -115,6 +115,19 @@ def test_what_disagrees_anywhere_is_taken_nowhere():
     assert plan.rejected["chunked"] == "disagrees"
 
 
+@pytest.mark.parametrize("call", [{"length": 1000}, {"state": False}])
+def test_what_disagrees_is_not_taken_where_nothing_near_was_measured(call):
+    wrong = Measured("query_blocks", error=0.1, struck="disagrees", wrong=True)
+    measured = dataclasses.replace(SHAPE, length=2048)
+    known(wrong, result("chunked"), shape=measured)
+    call = dataclasses.replace(measured, **call)
+    plan = plan_of(call)
+    assert (plan.implementation, plan.measured) == ("chunked", None)
+    assert plan.rejected["query_blocks"] == "disagrees"
+    half = dataclasses.replace(call, dtype="bfloat16")
+    assert plan_of(half).implementation == "query_blocks"
+
+
 def test_what_took_too_long_is_still_there():
     known(Measured("chunked", error=1e-7, struck="takes 9 s"))
     plan = plan_of(dataclasses.replace(SHAPE, length=4096))
@@ -242,6 +255,53 @@ def test_a_stopped_run_goes_on(monkeypatch):
         measure.tune(shapes, **options, again=True)
 
 
+def test_what_there_is_no_time_for_keeps_its_outcome(monkeypatch):
+    """Timings, and what disagrees. Only what was late is measured, unless all is asked for."""
+    before = {
+        "reference": result("reference"),
+        "chunked": Measured("chunked", error=0.1, struck="disagrees", wrong=True),
+        "rows": Measured("rows", struck=measure.LATE),
+    }
+    known(*before.values())
+    asked = []
+
+    def tune(again, outcome):
+        def found(shape, names, **_):
+            asked.append({*names} & {*before})
+            return [outcome(name) for name in names]
+
+        monkeypatch.setattr(measure, "measure", found)
+        table = measure.tune([SHAPE], seconds=60, again=again, say=lambda line: None)
+        assert records.read()[0] == table
+        return {x.implementation: x for x in table[SHAPE] if x.implementation in before}
+
+    def late(name):
+        return Measured(name, struck=measure.LATE)
+
+    assert tune(False, late) == tune(True, late) == before
+    assert tune(False, result) == before | {"rows": result("rows")}
+    assert tune(True, result) == {name: result(name) for name in before}
+    assert asked == [{"rows"}, {*before}, {"rows"}, {*before}]
+
+
+def test_a_case_in_which_nothing_was_timed_for_want_of_time_is_not_known(monkeypatch):
+    near = dataclasses.replace(SHAPE, length=256)
+    late = [Measured("chunked", struck=measure.LATE), Measured("rows", struck="takes 9 s")]
+    records.write({SHAPE: late, near: [result("reference"), result("chunked", 0.1, 0.1)]})
+    records.forget()
+    plan = plan_of(SHAPE)
+    assert (plan.implementation, plan.measured) == ("reference", None)
+    plan = plan_of(dataclasses.replace(SHAPE, length=128))
+    assert plan.basis == f"measured: {near}"
+    measured = []
+    monkeypatch.setattr(measure, "tune", lambda shapes, **_: measured.extend(shapes))
+    tune.prepare(
+        head_dim=8, length=64, dtype="float32", batch=1, num_heads=2, num_kv_heads=2,
+        report=lambda line: None,
+    )  # fmt: skip
+    assert measured == [SHAPE, dataclasses.replace(SHAPE, state=False)]
+
+
 def test_limits(monkeypatch):
     lines = []
     assert measure.tune([SHAPE], seconds=0, say=lines.append) == {}
@@ -273,6 +333,20 @@ def test_what_the_others_are_to_beat_is_measured_first():
         (lambda text: "[]", "not a file of this format"),
         (lambda text: text.replace('"kernels": "', '"kernels": "0'), "of another kernels: 0"),
         (lambda text: text.replace('"shape"', '"form"'), "damaged: 'shape'"),
+        (lambda text: text.replace("float32", "float33"), "damaged: unknown dtype 'float33'"),
+        (
+            lambda text: text.replace('length": 64', 'length": 0'),
+            "damaged: length must be .*; got 0",
+        ),
+        (
+            lambda text: text.replace('state": true', 'state": 1'),
+            "damaged: state must be .*; got 1",
+        ),
+        (
+            lambda text: text.replace('forward": 0.1', 'forward": ""'),
+            "damaged: forward must .*; got ''",
+        ),
+        (lambda text: text.replace('"chunked"', "[]"), r"damaged: implementation must be .*\[\]"),
     ],
 )
 def test_files_that_do_not_count_are_named(change, why):
@@ -422,6 +496,13 @@ def test_the_command(capsys, folder, monkeypatch):
     assert "2 of them were measured before" in out
     assert "\n0 cases to measure" in out
     assert "no picture: " in out
+
+
+def test_an_odd_head_dimension_is_a_wrong_option(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(["--head-dims", "15"])
+    assert stopped.value.code == 2
+    assert "argument --head-dims: expected an even integer; got '15'" in capsys.readouterr().err
 
 
 def test_a_mesh_divides_the_shape():

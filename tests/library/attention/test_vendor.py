@@ -101,10 +101,18 @@ def test_splash_in_several_blocks(rule):
     assert_close(got, jit(functools.partial(f, implementation="reference"))(*args), 1e-5)
 
 
-@pytest.mark.parametrize("block", [0, 200])
-def test_wrong_splash_block(block):
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (0, "positive multiple of 128; got 0"),
+        (200, "positive multiple of 128; got 200"),
+        ("128", "block must be an integer or None; got '128'"),
+        (128.0, r"block must be an integer or None; got 128\.0"),
+    ],
+)
+def test_wrong_splash_block(block, message):
     splash = {"implementation": "splash", "interpret": True, "options": {"block": block}}
-    with pytest.raises(ValueError, match=f"positive multiple of 128; got {block}"):
+    with pytest.raises(ValueError, match=message):
         attend(*qkve(8), **splash)
 
 
@@ -213,6 +221,11 @@ REFUSALS = [
     (VENDORS[4:], "takes a window as a mask as large as", {"local_window_size": 2}),
     (VENDORS[3:4], WIDE_KEYS, dict.fromkeys(ARRAYS, shaped(1, 8, 2, 256))),
     (VENDORS[4:], "powers of two, .*; got 96 of keys", dict.fromkeys(ARRAYS, shaped(1, 8, 2, 96))),
+    (
+        VENDORS[:1],
+        "no query sees any key",
+        {"is_causal": True, "local_window_size": 4, "query_offset": 100},
+    ),
     (VENDORS[1:2], "at most 256 here; got 264", dict.fromkeys(ARRAYS, shaped(1, 8, 2, 258))),
 ]
 

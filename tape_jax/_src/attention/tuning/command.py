@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None, *, description: str | None = None) -
     parser = argparse.ArgumentParser(prog="python -m tape_jax.tune", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--head-dims", type=_positive, nargs="+", metavar="D")
+    add("--head-dims", type=_even, nargs="+", metavar="D")
     add("--lengths", type=_positive, nargs="+", metavar="T")
     add("--dtypes", choices=("bfloat16", "float16", "float32"), nargs="+")
     add("--heads", type=_positive, nargs="+", help="numbers of heads; one: a single sequence")
@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
     for other, why in ignored.items():
         print(f"{other} is ignored: {why}")
     known = {} if options.again else table or {}
-    done = sum(shape in known and measure.finished(known[shape]) for shape in wanted)
+    done = sum(shape in known and records.finished(known[shape]) for shape in wanted)
     if done:
         print(f"{done} of them were measured before; --again measures them anew")
     print(
@@ -117,6 +117,12 @@ def _line(shape: CallShape, results: Sequence[records.Measured]) -> tuple[object
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer; got {text!r}")
+    return int(text)
+
+
+def _even(text: str) -> int:
+    if _positive(text) % 2:
+        raise argparse.ArgumentTypeError(f"expected an even integer; got {text!r}")
     return int(text)
 
 

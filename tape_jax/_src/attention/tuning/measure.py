@@ -20,7 +20,7 @@ from tape_jax._src.attention import choice
 from tape_jax._src.attention.api import attention
 from tape_jax._src.attention.normalize import normalize
 from tape_jax._src.attention.tuning import records
-from tape_jax._src.attention.tuning.records import CallShape, Measured, Table
+from tape_jax._src.attention.tuning.records import LATE, CallShape, Measured, Table, finished
 from tape_jax._src.core.timing import Timing, take_turns
 
 Array = jax.Array
@@ -53,8 +53,6 @@ TIMES_REFERENCE = 4.0
 REPEATS = 7
 LEAST = {"cpu": 0.002}
 LEAST_ELSEWHERE = 0.02
-# The reason for leaving out an implementation without time left.
-LATE = "not measured: no time left"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +150,9 @@ def tune(
     say: Callable[[str], None] = print,
     timer: Callable[..., Mapping[str, Timing]] = take_turns,
 ) -> Table:
-    """Measures cases that this machine's file lacks, and writes each as soon as it is done.
+    """Measures what this machine's file lacks, and writes each case as soon as it is done.
+
+    What there is no time for keeps the outcome that the file has.
 
     Args:
       shapes: to measure, in this order.
@@ -178,18 +178,18 @@ def tune(
                 say(f"{len(shapes) - done} of {len(shapes)} cases are left: the time is over")
                 break
             found = trials(shape)
+            kept = {x.implementation: x for x in table.get(shape, ()) if x.struck != LATE}
+            names = [name for name in found.names if again or name not in kept]
             results = [Measured(name, struck=why) for name, why in found.refused.items()]
-            results += measure(shape, found.names, limits=limits, timer=timer)
+            results += measure(shape, names, limits=limits, timer=timer)
+            late = {x.implementation: x for x in results if x.struck == LATE}
+            new = {x.implementation: x for x in results if x.struck != LATE}
+            results = [*(late | kept | new).values()]
             table[shape] = results
             records.write(table)
         say(f"{done + 1} of {len(shapes)}, {shape}: {describe(results, found.default)}")
     records.forget()
     return table
-
-
-def finished(results: Sequence[Measured]) -> bool:
-    """Return whether there was time for all implementations."""
-    return all(result.struck != LATE for result in results)
 
 
 def measure(

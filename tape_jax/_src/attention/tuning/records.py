@@ -28,7 +28,16 @@ import numpy as np
 
 from tape_jax._src.attention.request import Request
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import (
+    FLOATS,
+    choose,
+    instance,
+    number,
+    positive,
+    real,
+    require,
+    truth,
+)
 from tape_jax._src.core.files import cache_folder, write_atomically
 from tape_jax._src.core.processes import broadcast_text
 
@@ -55,6 +64,8 @@ GAIN, CPU_GAIN = 0.95, 0.8
 # and how many bytes they may take: every layer of a model keeps its own for the backward pass,
 # which one call does not show.
 REACH, MOST_BYTES = 2, 2**26
+# The reason for leaving out an implementation without time left.
+LATE = "not measured: no time left"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -196,6 +207,20 @@ class Measured:
 Table = dict[CallShape, list[Measured]]
 
 
+def finished(results: Iterable[Measured]) -> bool:
+    """Return whether there was time for all implementations."""
+    return all(result.struck != LATE for result in results)
+
+
+def telling(table: Table) -> Table:
+    """Return the cases by which calls may go: not those in which time ended before any timing."""
+    return {
+        shape: results
+        for shape, results in table.items()
+        if finished(results) or any(result.timed for result in results)
+    }
+
+
 def folder() -> Path:
     """Return the folder of the files with measurements."""
     return cache_folder() / "attention"
@@ -328,12 +353,25 @@ def loads(text: str, *, check: bool = True) -> Table:
         for name, here in key().items() if check else ():
             theirs = record["key"].get(name)
             require(theirs == here, f"of another {name}: {str(theirs)[:60]}, here {str(here)[:60]}")
-        return {
-            CallShape(**case["shape"]): [_result(each) for each in case["results"]]
-            for case in record["cases"]
-        }
+        return _table(record["cases"])
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"damaged: {error}") from error
+
+
+def _table(cases: Any) -> Table:
+    try:
+        return {_shape(each["shape"]): [*map(_result, each["results"])] for each in cases}
+    except ValueError as error:
+        raise ValueError(f"damaged: {error}") from error
+
+
+def _shape(record: Mapping[str, Any]) -> CallShape:
+    shape = CallShape(**record)
+    choose("dtype", shape.dtype, FLOATS)
+    truth("state", shape.state)
+    for name in ("head_dim", "length", "batch", "heads", "kv_heads"):
+        positive(name, getattr(shape, name))
+    return shape
 
 
 def _record(result: Measured) -> dict[str, Any]:
@@ -343,10 +381,20 @@ def _record(result: Measured) -> dict[str, Any]:
 
 
 def _result(record: Mapping[str, Any]) -> Measured:
-    given = dict(record) | {"spreads": tuple(record["spreads"])}
-    for name in ("forward", "gradients"):
-        given[name] = math.inf if given[name] is None else given[name]
-    return Measured(**given)
+    def seconds(name: str) -> float:
+        given = number(name, record[name], optional=True)
+        return math.inf if given is None else given
+
+    first, second = (real("spreads", x) for x in record["spreads"])
+    return Measured(
+        instance("implementation", record["implementation"], str),
+        seconds("forward"),
+        seconds("gradients"),
+        (first, second),
+        number("error", record["error"], optional=True),
+        instance("struck", record["struck"], str, optional=True),
+        truth("wrong", record["wrong"]),
+    )
 
 
 @contextlib.contextmanager
@@ -383,19 +431,18 @@ def known() -> tuple[Table, str]:
 
 
 def _known(table: Table | None) -> tuple[Table, str]:
-    """The measurements, without what disagrees in any call of types of the same width."""
-    wrong = {
-        (shape.itemsize, x.implementation): x
-        for shape, results in (table or {}).items()
-        for x in results
-        if x.wrong
-    }
-    clean = {
-        shape: [wrong.get((shape.itemsize, x.implementation), x) for x in results]
-        for shape, results in (table or {}).items()
-    }
     what = "no shape near this one" if table else "nothing"
-    return clean, f"{what} was measured here ({COMMAND} does)"
+    return table or {}, f"{what} was measured here ({COMMAND} does)"
+
+
+def wrong(request: Request) -> dict[str, str]:
+    """Return what disagrees in any measured call of types of the same width, and why, by name."""
+    return {
+        x.implementation: x.struck or ""
+        for shape, results in known()[0].items()
+        for x in results
+        if x.wrong and shape.itemsize == request.q.dtype.itemsize
+    }
 
 
 def forget() -> None:
@@ -432,12 +479,12 @@ class Ranking(NamedTuple):
     Attributes:
       shape: that shape.
       order: what may be taken, the best first.
-      struck: why others were not timed, by name.
+      struck: why others were not timed, by name, apart from those that are :func:`wrong`.
     """
 
     shape: CallShape
     order: list[Measured]
-    struck: dict[str, Measured]
+    struck: dict[str, str]
 
 
 def ranking(request: Request, default: Callable[[Request], str]) -> Ranking | None:
@@ -448,15 +495,17 @@ def ranking(request: Request, default: Callable[[Request], str]) -> Ranking | No
       default: the implementation that a call takes without measurements.
     """
     shape = CallShape.of(request)
-    near = None if shape is None else nearest(shape, known()[0])
+    table, unfit = telling(known()[0]), wrong(request)
+    near = None if shape is None else nearest(shape, table)
     if shape is None or near is None:
         return None
-    results, usual = known()[0][near], default(request)
+    results = [x for x in table[near] if x.implementation not in unfit]
+    usual = default(request)
     size = shape.logits * request.accumulator_dtype.itemsize
     untried = shape.logits > REACH * near.logits or size > MOST_BYTES
     if untried and usual != "reference":
         results = [x for x in results if x.implementation != "reference"]
-    struck = {x.implementation: x for x in results if x.struck is not None}
+    struck = {x.implementation: x.struck for x in results if x.struck is not None}
     return Ranking(near, ranked(results, usual), struck)
 
 
