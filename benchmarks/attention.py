@@ -174,13 +174,13 @@ def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
         )
 
     attends = not options.no_state
-    found = {}
-    for name in options.backends:
-        products = (TWO_CALLS if name == "cudnn" else STATE) if attends else PLAIN
-        found[name] = Row(products, by(name, attends), inputs)
-    static = chosen(inputs, attends, call)[1]
-    for name, backend in (("automatic", None), ("static", static)):
-        found[name] = Row(STATE if attends else PLAIN, by(backend, attends), inputs)
+    found = {
+        name: Row(products_of(name, attends), by(name, attends), inputs)
+        for name in options.backends
+    }
+    taken, static = chosen(inputs, attends, call)
+    found["automatic"] = Row(products_of(taken, attends), by(None, attends), inputs)
+    found["static"] = Row(products_of(static, attends), by(static, attends), inputs)
     library = best_library(options, by, inputs)
     state = rotary_state(jnp.arange(length), dim)
     plain = by(library, False)
@@ -192,6 +192,13 @@ def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
             (q, k, v, *duplicated(e.astype(options.dtype))),
         )
     return found
+
+
+def products_of(backend: str, attends: bool) -> Products:
+    """Returns the products that a backend needs; cuDNN attends values and state in two calls."""
+    if not attends:
+        return PLAIN
+    return TWO_CALLS if backend == "cudnn" else STATE
 
 
 def chosen(inputs: Sequence[Array], attends: bool, call: Mapping[str, Any]) -> tuple[str, str]:
@@ -309,9 +316,10 @@ def report(found: dict[str, CallMeasurement], floor: float) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     options = parse(argv)
+    wanted = PLAIN if options.no_state else STATE
     floors = {
-        DIRECTIONS[0]: STATE.forward / PLAIN.forward,
-        DIRECTIONS[1]: STATE.both / PLAIN.both,
+        DIRECTIONS[0]: wanted.forward / PLAIN.forward,
+        DIRECTIONS[1]: wanted.both / PLAIN.both,
     }
     print(describe_device())
     print(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ import tape_jax as tape
 from tape_jax._src.core.timing import describe_device
 
 LAYERS, WIDTH = 8, 1024
+# With MLPs of width 1.
+LEAST_MEGABYTES = math.ceil(2 * LAYERS * (4 * WIDTH**2 + 3 * WIDTH) / 0.9 / 2**20)
 
 
 def model_of(megabytes: int) -> tape.Transformer:
@@ -90,6 +93,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.measure is not None:
         print(json.dumps(measure(args.measure)))
         return
+    if args.megabytes < LEAST_MEGABYTES:
+        parser.error(f"--megabytes {args.megabytes}: at least {LEAST_MEGABYTES}")
     print(describe_device())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"

@@ -107,7 +107,7 @@ def rows(
     model: ModelConfig, batch: int, length: int
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Returns the steps by name, and the reasons why others cannot be measured here."""
-    rope = dataclasses.replace(model, position="rope")
+    rope = dataclasses.replace(model, position="rope", dtype="float32")
     configs = {"rope": rope, "tape": dataclasses.replace(rope, position="tape")}
     for name in LIBRARIES:
         configs[f"rope, {name} attention"] = dataclasses.replace(

@@ -6,10 +6,10 @@ A row is an encoding, or ``encoding:backend`` to name its attention backend, suc
 ``tape:cudnn:fused`` names how the update is computed too, and ``tape:cudnn:state_dtype=bfloat16``
 sets a field of the model. ``--unrolled`` writes layers out instead of looping over them. The step
 is that of ``train.training.loop``: loss, gradients, clipping and an update by AdamW, on random
-tokens. Rows take turns; ratios are to the first row, run by run, and the first row's second entry
-shows the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in all``
-with parameters, moments and batch. Model FLOP utilisation is that of
-:func:`train.training.flops.model_flops`, where the chip's peak is known.
+tokens. Rows take turns; ratios are to the first row that can run here, which their columns name,
+run by run, and that row's second entry shows the noise. Memory is what the compiler plans:
+``temporary`` for the step alone, ``in all`` with parameters, moments and batch. Model FLOP
+utilisation is that of :func:`train.training.flops.model_flops`, where the chip's peak is known.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from benchmarks.table import markdown, mebibytes, ratio
 from research.overhead import StepMeasurement, measure_steps
 from tape_jax import ModelConfig
+from tape_jax._src.core.checks import nearest, require
 from tape_jax._src.core.timing import describe_device
 from tape_jax._src.model import block
 from train.training.flops import model_flops, peak
@@ -70,17 +72,39 @@ PRESETS = {
 
 
 def row_config(model: ModelConfig, row: str) -> ModelConfig:
-    """Returns the model of a row: ``encoding[:backend[:update]][:field=value]...``."""
+    """Returns the model of a row: ``encoding[:backend[:update]][:field=value]...``.
+
+    Raises:
+      ValueError: if the row names more than these, a field that a model does not have, or one
+        twice; and for what a model refuses.
+    """
     fields = ("position", "attention_implementation", "update_implementation")
-    named, settings = [], {}
-    for part in row.split(":"):
-        field, is_setting, value = part.partition("=")
+    parts = [part.partition("=") for part in row.split(":")]
+    named = [name for name, is_setting, _ in parts if not is_setting]
+    require(
+        len(named) <= len(fields),
+        f"row {row!r}: expected at most an encoding, a backend and how the update is computed; "
+        f"got {', '.join(named)}",
+    )
+    given: dict[str, Any] = {field: x for field, x in zip(fields, named, strict=False) if x}
+    known = [field.name for field in dataclasses.fields(model)]
+    for field, is_setting, value in parts:
         if is_setting:
-            settings[field] = {"true": True, "false": False}.get(value, value)
-        else:
-            named.append(part)
-    given = {field: name for field, name in zip(fields, named, strict=False) if name}
-    return dataclasses.replace(model, **given, **settings)
+            require(
+                field in known,
+                f"row {row!r}: a model has no field {field!r}{nearest(field, known)}",
+            )
+            require(field not in given, f"row {row!r} gives {field} twice")
+            given[field] = {"true": True, "false": False}.get(value, value)
+    return dataclasses.replace(model, **given)
+
+
+def models(options: argparse.Namespace) -> tuple[ModelConfig, dict[str, ModelConfig]]:
+    """Returns the model that rows have in common, and that of each row."""
+    names = ("dtype", "state_dtype", "remat")
+    given = {name: getattr(options, name) for name in names if getattr(options, name)}
+    model = dataclasses.replace(PRESETS[options.model].model, **given)
+    return model, {row: row_config(model, row) for row in options.rows}
 
 
 def report(
@@ -88,8 +112,8 @@ def report(
 ) -> str:
     """Returns the table of one length."""
     device, rows = jax.devices()[0].device_kind, []
-    base = next(iter(found.values()))
-    first = base.memory.total if base.memory else None
+    first, base = next(iter(found.items()))
+    base_memory = base.memory.total if base.memory else None
     for name, got in found.items():
         config = configs[name.removesuffix(", again")]
         rate = model_flops(config, batch, length) / got.timing.median
@@ -103,14 +127,15 @@ def report(
                 f"{got.timing.ratio(base.timing):.3f}",
                 mebibytes(memory.temporary if memory else None),
                 mebibytes(total),
-                ratio(total, first),
+                ratio(total, base_memory),
                 f"{batch * length / got.timing.median:,.0f}",
                 f"{rate / 1e12:.3f}",
                 "-" if best is None else f"{100 * rate / best:.1f} %",
             )
         )
-    header = ("step", "ms", "+-", "time ratio", "temporary MiB", "in all MiB", "memory ratio")
-    return markdown((*header, "tokens/s", "TFLOP/s", "of peak"), rows)
+    header = ("step", "ms", "+-", f"time / {first}", "temporary MiB", "in all MiB")
+    header += (f"memory / {first}", "tokens/s", "TFLOP/s", "of peak")
+    return markdown(header, rows)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -133,22 +158,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     preset = PRESETS[options.model]
     options.lengths = options.lengths or preset.lengths
     options.tokens = options.tokens or preset.tokens
+    try:
+        models(options)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     options = parse(argv)
-    names = ("dtype", "state_dtype", "remat")
-    given = {name: getattr(options, name) for name in names if getattr(options, name)}
-    model = dataclasses.replace(PRESETS[options.model].model, **given)
-    configs = {row: row_config(model, row) for row in options.rows}
+    model, configs = models(options)
     if options.unrolled:
         block.MOST_UNROLLED[jax.default_backend()] = model.num_layers
     print(describe_device())
     print(
         f"model {options.model}, {model.dtype}, states in {model.state_dtype or 'float32'}; median "
-        f"of {options.repeats} steps, +- half the quartiles' distance; ratios to the first row; "
+        f"of {options.repeats} steps, +- half the quartiles' distance; "
         f"layers {'written out' if options.unrolled else 'as the model has them'}"
     )
     for length in options.lengths:

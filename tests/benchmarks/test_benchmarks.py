@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, draw_attention, gpu, scaling, step, train_step, update
+from benchmarks import aot, attention, draw_attention, gpu, load, scaling, step, train_step, update
 from benchmarks.table import markdown, tables
 from research.overhead import Memory, Runner, StepMeasurement, TrainingStep
 from tape_jax import rotary_state, tune
 from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
 from tape_jax._src.core.timing import Timing
+from train.training.flops import PLAIN, STATE, TWO_CALLS
 
 
 def test_tables():
@@ -86,8 +87,21 @@ def test_attention_without_state(capsys):
     out = capsys.readouterr().out
     rows = {"reference", "automatic", "static", "plain", "plain, again"}
     assert {row["attention"] for row in tables(out)} == rows
+    assert all(row["x floor"] == row["x plain"] for row in tables(out))
+    assert "floors: forward 1.00 x plain, forward and backward 1.00 x plain" in out
     assert out.count("automatic: reference; static: reference, ") == 2
     assert "T = 16, batch 2, forward" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "products"), [([], (TWO_CALLS, STATE)), (["--no-state"], (PLAIN, PLAIN))]
+)
+def test_products_are_those_of_the_backend_chosen(monkeypatch, options, products):
+    monkeypatch.setattr(attention, "chosen", lambda *_: ("cudnn", "chunked"))
+    given = attention.parse(["--backends", "cudnn", "chunked", *options])
+    rows = attention.rows(given, 8, 16)
+    assert (rows["automatic"].products, rows["static"].products) == products
+    assert (rows["cudnn"].products, rows["chunked"].products) == products
 
 
 def test_unknown_backend():
@@ -104,7 +118,7 @@ def test_train_step(capsys):
     out = capsys.readouterr().out
     first, second = tables(out)
     assert (first["step"], second["step"]) == ("rope:reference", "rope:reference, again")
-    assert float(first["time ratio"]) == float(first["memory ratio"]) == 1
+    assert float(first["time / rope:reference"]) == float(first["memory / rope:reference"]) == 1
     assert float(first["in all MiB"]) > float(first["temporary MiB"]) > 0
     assert first["of peak"] == "-"
     assert re.search(r"^rope:cudnn: skipped, .*CUDA", out, re.MULTILINE)
@@ -120,8 +134,16 @@ def test_ratios_of_steps():
         for name, seconds, size in zip(names, (2.0, 3.0), (100, 150), strict=True)
     }
     _, row = tables(train_step.report(configs, found, 2, 16))
-    assert (row["ms"], row["time ratio"], row["memory ratio"]) == ("3000.00", "1.500", "1.500")
+    assert (row["ms"], row["time / rope"], row["memory / rope"]) == ("3000.00", "1.500", "1.500")
     assert row["tokens/s"] == "11"
+
+
+def test_ratios_name_their_base_if_the_first_row_cannot_run():
+    model = train_step.PRESETS["tiny"].model
+    configs = {name: train_step.row_config(model, name) for name in ("rope:cudnn", "tape:chunked")}
+    found = {"tape:chunked": StepMeasurement(Timing((2.0,)), Memory(100, 100, 100, 0))}
+    (row,) = tables(train_step.report(configs, found, 2, 16))
+    assert (row["time / tape:chunked"], row["memory / tape:chunked"]) == ("1.000", "1.000")
 
 
 @pytest.mark.slow
@@ -194,6 +216,37 @@ def test_models_of_rows(row, wanted):
     encoding, *implementations = wanted
     assert config.position == train_step.row_config(config, encoding).position
     assert [config.attention_implementation, config.update_implementation] == implementations
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--rows rope tape:chunked:reference:x",
+            "row 'tape:chunked:reference:x': expected at most",
+        ),
+        ("--rows tape:stat_dtype=float32", "has no field 'stat_dtype' (did you mean 'state_dtype'"),
+        ("--rows tape:position=rope", "row 'tape:position=rope' gives position twice"),
+        ("--rows rope:cudn", "unknown attention implementation 'cudn'"),
+        ("--dtype float3", "unknown model dtype 'float3'"),
+    ],
+)
+def test_wrong_rows(options, message, capsys):
+    """One line after the usage."""
+    with pytest.raises(SystemExit):
+        train_step.parse(options.split())
+    error = capsys.readouterr().err.rpartition("error: ")[2]
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_least_checkpoint(capsys):
+    assert load.model_of(load.LEAST_MEGABYTES).config.mlp_size >= 1
+    with pytest.raises(ValueError, match="intermediate_size"):
+        load.model_of(load.LEAST_MEGABYTES - 1)
+    with pytest.raises(SystemExit):
+        load.main(["--megabytes", "60"])
+    assert f"--megabytes 60: at least {load.LEAST_MEGABYTES}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -35,6 +35,15 @@ def test_libraries_agree_with_the_reference(libraries, name):
         call(name, local_window_size=3)
 
 
+@pytest.mark.parametrize("model", ["small", "c4", "1b"])
+def test_all_compute_in_float32(libraries, monkeypatch, model):
+    """As PyTorch's Llama does by default."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(peers, "Runner", lambda step: step)
+    found, _ = peers.rows(peers.PRESETS[model].model, 1, 16)
+    assert {step.config.dtype for step in found.values()} == {"float32"}
+
+
 @pytest.mark.slow
 def test_the_command(libraries, monkeypatch, capsys):
     """It succeeds without PyTorch, and all other rows are measured."""
