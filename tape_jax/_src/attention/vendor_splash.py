@@ -63,10 +63,6 @@ class Splash(Vendor):
             wide_types_enabled() and not call.interpret,
             "the kernel does not compile with 64-bit types enabled",
         )
-        refuse(
-            not call.rows_that_see().any(),
-            "the kernel does not run where no query sees any key by position",
-        )
 
     def attend(self, request: Request, *, block: int | None = None) -> tuple[Array, Array | None]:
         """Computes attention with splash kernels.
@@ -164,6 +160,9 @@ class _KeysBelow(splash_attention_mask.Mask):
 def _splash_mask(call: VendorCall, padded: tuple[int, int]) -> splash_attention_mask.Mask:
     """Return the mask by position, and of padding that a query could see."""
     masks, band = splash_attention_mask, call.band
+    if not call.rows_that_see().any():
+        # The kernel needs a pair that is visible. Results that no query sees become zeros.
+        return masks.FullMask(padded)
     if band.window is not None:
         mask: Any = masks.LocalMask(padded, (band.window[0], band.highest), call.offset)
     elif band.is_causal:

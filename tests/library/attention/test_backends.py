@@ -182,13 +182,14 @@ def test_all_rows_hidden(backend, keywords):
 
 @each("splash", compiled=True, slow=["splash"])
 def test_no_row_sees_a_key(backend, keywords):
-    """Exact zeros where the causal rule hides every key."""
+    """Exact zeros where the causal rule hides every key, or all are behind a window."""
     q, k, v, e = qkve(5)
-    f = functools.partial(
-        outputs_and_gradients, is_causal=True, query_state=e, query_offset=-7, **keywords
-    )
-    out = jit(f)(q, k, v, e)
-    chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
+    for hidden in ({"query_offset": -7}, {"query_offset": 100, "local_window_size": 4}):
+        f = functools.partial(
+            outputs_and_gradients, is_causal=True, query_state=e, **hidden, **keywords
+        )
+        out = jit(f)(q, k, v, e)
+        chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
 
 
 @pytest.mark.mostly_slow
