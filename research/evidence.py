@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
         idle = args.page or args.plan
         place, out = read if idle else recorded, args.out or PAGE / f"{name}.md"
         if args.quick:
+            recorded_studies = page.studies_at(suite, read)
             RUNS.mkdir(exist_ok=True)
             apart_from = Path(tempfile.mkdtemp(prefix=f"{name}-quick-", dir=RUNS))
             place = recorded._replace(store=Store(apart_from / "results"), runs=apart_from / "runs")
@@ -102,7 +103,6 @@ def run(args: argparse.Namespace) -> None:
                 make(suite, studies, study, out, quick=args.quick)
         print(f"page: {out}")
         if args.quick:
-            recorded_studies = page.studies_at(suite, read)
             print(compared({name: studies[name] for name in own}, recorded_studies))
 
 

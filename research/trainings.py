@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import re
 import statistics
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -541,14 +543,14 @@ class PlannedTrainings(Study):
         design = self.design
         fields = {**design.fields, **design.by_scale.get(self.place.scale, {})}
         given = (*self.place.overrides, *options({**fields, **design.rivals[rival]}))
-        own = given
         if design.base is not None:
-            base = self._base_once(self.procedure.choosing[0])
-            _make_way(base, self.folder)
-            if not base.folder.exists():
-                runs.create(base.folder, base.experiment)
-            own = (*given, *options({"adapt.base": str(base.folder)}))
-        return experiment.from_file(design.config, own, _silent), given
+            base = self._base_once(self.procedure.choosing[0]).experiment
+            with tempfile.TemporaryDirectory() as folder:
+                place = Path(folder) / "base"
+                runs.create(place, base)
+                own = (*given, *options({"adapt.base": str(place)}))
+                return experiment.from_file(design.config, own, _silent), given
+        return experiment.from_file(design.config, given, _silent), given
 
     def _base(self, seed: int) -> Job:
         base = self.design.base
@@ -602,7 +604,7 @@ class PlannedTrainings(Study):
         if self.design.base is not None:
             seeds = dict.fromkeys(job.experiment.seed for job in jobs)
             bases = [self._base_once(seed) for seed in seeds]
-        # What runs are made of goes with them: none is continued on another base.
+        # No run is continued on another base: all runs of the study go with it.
         for base in bases:
             _make_way(base, self.folder)
         for job in jobs:
@@ -621,17 +623,25 @@ def _make_way(job: Job, folder: Path) -> None:
     """Renames ``folder`` if the job's own folder has a run of another experiment; says so.
 
     Such a run cannot be continued, or would become another one if only its steps differ.
+
+    Raises:
+      ValueError: if a run in ``folder`` is being trained.
     """
     if not runs.exists(job.folder):
         return
-    try:
+    with contextlib.suppress(ValueError):
         changes.check_same(job.folder, job.experiment)
-    except ValueError:
-        names = (folder.with_name(f"{folder.name}-before{n}") for n in itertools.count(1))
-        free = next(name for name in names if not name.exists())
-        why = f"{job.folder} has a run of another experiment than the study asks for now"
-        print(f"{why}: {folder} is renamed to {free.name}", flush=True)
+        return
+    names = (folder.with_name(f"{folder.name}-before{n}") for n in itertools.count(1))
+    free = next(name for name in names if not name.exists())
+    with contextlib.ExitStack() as stack:
+        for run in sorted(
+            {job.folder, *(path.parent for path in folder.glob("*/experiment.json"))}
+        ):
+            stack.enter_context(runs.guarded(run))
         folder.rename(free)
+    why = f"{job.folder} has a run of another experiment than the study asks for now"
+    print(f"{why}: {folder} is renamed to {free.name}", flush=True)
 
 
 def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:

@@ -274,6 +274,9 @@ class TestRunning:
         other = dataclasses.replace(first.experiment.train, **{field: 3})
         runs.create(first.folder, dataclasses.replace(first.experiment, train=other))
         runs.create(second.folder, second.experiment)
+        with runs.guarded(first.folder), pytest.raises(ValueError, match="another process is tr"):
+            planned.run(lambda item: None, quick=True)
+        assert runs.load(first.folder).train == other
         planned.run(lambda item: None, quick=True)
         assert not first.folder.exists()
         before = runs.load(first.folder.with_name(f"{first.folder.name}-before1"))
@@ -350,7 +353,7 @@ def result_of(job):
     return {"result": grid(job, right), "diverged": None, "losses": []}
 
 
-def test_base(design, place):
+def test_base(design, place, monkeypatch):
     """Each run starts from the base that has its seed, which is known before it is trained."""
     sizes = {"model.hidden_size": 8, "model.num_heads": 1, "model.position.kind": "rope"}
     adapted = dataclasses.replace(
@@ -371,11 +374,16 @@ def test_base(design, place):
         assert [item.experiment.adapt.base for item in items] == ["base", "base"]
         assert [(item.base.seed, item.base.train.steps) for item in items] == [(0, 4), (1, 4)]
         assert [job.experiment.model.hidden_size for job in jobs[:2]] == [8, 8]
-        record = json.loads((Path(folders[0]) / "experiment.json").read_text())
-        assert record["experiment"]["seed"] == 0
+        assert not planned.folder.exists(), "what is planned makes nothing"
+    runs.create(Path(folders[0]), planned._base_once(0).experiment)
     wider = adapted.base._replace(fields={**sizes, "model.hidden_size": 16})
     planned = dataclasses.replace(adapted, base=wider).at(place)
     (job, *_), _ = planned.walk("lora", "perplexity_overlapping_1x")
     assert (planned.item(job).base.model.hidden_size, job.experiment.model.hidden_size) == (16, 16)
-    before = place.runs / "copying-before1" / "base-seed0"
-    assert runs.load(before).model.hidden_size == 8, "what was made for the other base stays"
+    monkeypatch.setattr(trainings, "train_all", lambda *_, **__: None)
+    for _ in range(2):
+        planned._make_bases([job])
+        before = place.runs / "copying-before1" / "base-seed0"
+        assert runs.load(before).model.hidden_size == 8, "what was made for the other base stays"
+        assert planned.folder.exists()
+        assert not list(planned.folder.iterdir())

@@ -186,7 +186,8 @@ class Attention(nn.Module):
 
         Raises:
           ValueError: if shapes or options are incompatible.
-          NotImplementedError: for an encoding that also acts at the embeddings.
+          NotImplementedError: for an encoding that also acts at the embeddings; with ``updates``,
+            for what :class:`UpdateState` does not have.
         """
         config = self._config(x.shape[-1])
         dtype = config.param_dtype
@@ -218,6 +219,7 @@ class Attention(nn.Module):
         return one_attention.layer_config(
             hidden_size,
             self.num_heads,
+            updates=self.updates,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             position=self.position,

@@ -133,7 +133,8 @@ class Attention(nnx.Module):
 
     Raises:
       ValueError: if options are incompatible.
-      NotImplementedError: for an encoding that also acts at the embeddings.
+      NotImplementedError: for an encoding that also acts at the embeddings; with ``updates``, for
+        what :class:`UpdateState` does not have.
     """
 
     @typed
@@ -157,6 +158,7 @@ class Attention(nnx.Module):
         self.config = one_attention.layer_config(
             hidden_size,
             num_heads,
+            updates=updates,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             position=position,

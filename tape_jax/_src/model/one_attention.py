@@ -31,8 +31,14 @@ Array = jax.Array
 ENCODING = "position"
 
 
-def layer_config(hidden_size: int, num_heads: int, **options: Any) -> ModelConfig:
+def layer_config(hidden_size: int, num_heads: int, *, updates: bool, **options: Any) -> ModelConfig:
     """Return the checked configuration of one layer.
+
+    Args:
+      hidden_size: width of the residual stream.
+      num_heads: query heads.
+      updates: whether the module ``UpdateState`` follows.
+      options: of :class:`ModelConfig`.
 
     Raises:
       ValueError: for incompatible sizes or options.
@@ -56,7 +62,7 @@ def layer_config(hidden_size: int, num_heads: int, **options: Any) -> ModelConfi
             f"the encoding {encoding.kind!r}, with these options, treats layers differently, and "
             "one layer does not know its number: use tape_jax.Transformer"
         )
-    if found := _beyond_the_update(encoding):
+    if updates and (found := _beyond_the_update(encoding)):
         raise NotImplementedError(
             f"UpdateState, which follows one layer's attention, has no {found}: use "
             "tape_jax.Transformer"
@@ -79,9 +85,11 @@ def _differs_by_layer(encoding: Encoding, config: ModelConfig) -> bool:
 
 def _beyond_the_update(encoding: Encoding) -> str | None:
     """Returns what an encoding's update has and the module ``UpdateState`` has not, if anything."""
-    if encoding.attends_state and not encoding.update_implementations:
+    if not encoding.updates(0, 2):
+        return None
+    if not encoding.update_implementations:
         return f"update of {encoding.kind!r}"
-    usual = {"still_heads": 0, "learn_alpha": False, "layers": "all"}
+    usual = {"still_heads": 0, "learn_alpha": False}
     for member in filter(lambda x: x.update_implementations, encoding.members):
         for name, default in usual.items():
             if (given := getattr(member, name)) != default:

@@ -256,7 +256,7 @@ def test_a_stopped_run_goes_on(monkeypatch):
 
 
 def test_what_there_is_no_time_for_keeps_its_outcome(monkeypatch):
-    """Timings, and what disagrees. Only what was late is measured, unless all is asked for."""
+    """Timings, and what disagrees. What is ranked together was timed in one run."""
     before = {
         "reference": result("reference"),
         "chunked": Measured("chunked", error=0.1, struck="disagrees", wrong=True),
@@ -278,10 +278,24 @@ def test_what_there_is_no_time_for_keeps_its_outcome(monkeypatch):
     def late(name):
         return Measured(name, struck=measure.LATE)
 
-    assert tune(False, late) == tune(True, late) == before
-    assert tune(False, result) == before | {"rows": result("rows")}
+    def partly(name):
+        return late(name) if name == "reference" else result(name, 9.0)
+
+    def wrong(name):
+        return late(name) if name == "reference" else Measured(name, struck="no", wrong=True)
+
+    def slower(name):
+        return result(name, 8.0)
+
+    assert (
+        tune(False, late) == tune(True, late) == tune(False, partly) == tune(True, partly) == before
+    )
+    assert tune(False, slower) == before | {name: slower(name) for name in ("reference", "rows")}
     assert tune(True, result) == {name: result(name) for name in before}
-    assert asked == [{"rows"}, {*before}, {"rows"}, {*before}]
+    assert asked == [{"reference", "rows"}, {*before}] * 2 + [{"reference", "rows"}, {*before}]
+    told = tune(True, wrong)
+    assert told["reference"] == result("reference")
+    assert told["rows"].wrong, "what disagrees is no time"
 
 
 def test_a_case_in_which_nothing_was_timed_for_want_of_time_is_not_known(monkeypatch):

@@ -181,6 +181,13 @@ def test_wrong_options_are_errors(options, error, message):
         tape.nnx.Attention(WIDTH, HEADS, **options, rngs=nnx.Rngs(0))
 
 
+def test_what_no_update_follows_may_have_any_update():
+    for options in ({"still_heads": 1}, {"learn_alpha": True}):
+        encoding = tape.positions.Tape(**options)
+        layer = tape.nnx.Attention(WIDTH, HEADS, position=encoding, updates=False, rngs=nnx.Rngs(0))
+        assert layer(normal(BATCH, TIME, WIDTH))[1] is None
+
+
 def test_wrong_inputs_are_errors():
     layer = tape.nnx.Attention(WIDTH, HEADS, rngs=nnx.Rngs(0))
     cache = layer.init_cache(BATCH, 4)

@@ -152,7 +152,8 @@ def tune(
 ) -> Table:
     """Measures what this machine's file lacks, and writes each case as soon as it is done.
 
-    What there is no time for keeps the outcome that the file has.
+    A case that lacks an implementation is timed as a whole, in turns; what there is no time for
+    keeps the outcome that the file has.
 
     Args:
       shapes: to measure, in this order.
@@ -178,18 +179,32 @@ def tune(
                 say(f"{len(shapes) - done} of {len(shapes)} cases are left: the time is over")
                 break
             found = trials(shape)
-            kept = {x.implementation: x for x in table.get(shape, ()) if x.struck != LATE}
-            names = [name for name in found.names if again or name not in kept]
+            old = table.get(shape, [])
+            decided = {x.implementation for x in old if not (x.timed or x.struck == LATE)}
+            names = [name for name in found.names if again or name not in decided]
             results = [Measured(name, struck=why) for name, why in found.refused.items()]
             results += measure(shape, names, limits=limits, timer=timer)
-            late = {x.implementation: x for x in results if x.struck == LATE}
-            new = {x.implementation: x for x in results if x.struck != LATE}
-            results = [*(late | kept | new).values()]
+            results = _merged(old, results)
             table[shape] = results
             records.write(table)
         say(f"{done + 1} of {len(shapes)}, {shape}: {describe(results, found.default)}")
     records.forget()
     return table
+
+
+def _merged(old: Sequence[Measured], new: Sequence[Measured]) -> list[Measured]:
+    """Returns new results, and old ones of what there was no time for.
+
+    Times of two runs do not compare: if there was no time for one that has a time, no new time
+    counts.
+    """
+    before, now = ({x.implementation: x for x in results} for results in (old, new))
+    late = {name for name, x in now.items() if x.struck == LATE}
+    if any(x.timed and x.implementation in late for x in old):
+        late |= {name for name, x in now.items() if x.timed}
+    unmeasured = {name: Measured(name, struck=LATE) for name in late}
+    kept = {name: x for name, x in before.items() if name in late or name not in now}
+    return [*(now | unmeasured | kept).values()]
 
 
 def measure(
