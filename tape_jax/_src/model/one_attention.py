@@ -170,7 +170,7 @@ def attend(
         new = context.positions
         if cache is not None:
             new = jax.lax.dynamic_slice_in_dim(new, index, time, axis=1)
-        if encoding.starts_by_head:
+        if encoding.starts_by_head or 1 < new.ndim < x.ndim - 1:
             new = jnp.broadcast_to(new, x.shape[:-1])
         state = encoding.start(new, c.sizes, length=length, dtype=c.carried_dtype)
     if updates:

@@ -248,7 +248,8 @@ def create(position: Any, **options: Any) -> Encoding:
         every encoding gets the options that it has.
 
     Raises:
-      ValueError: for an unknown name or option; the message names the nearest known one. For
+      ValueError: for an unknown name or option; the message names the nearest known one. For an
+        option whose name means an encoding in one entry of a schedule, and not in another. For
         encodings that do not go together. For an encoding that cannot be hashed, since models are
         keys of compiled programs.
     """
@@ -271,19 +272,40 @@ def create(position: Any, **options: Any) -> Encoding:
         return position
     if not (isinstance(position, str) and "/" in position):
         return creation.create(position, **options)
-    entries, left = [], dict(options)
-    for kind in position.split("/"):
-        known = creation.option_names(kind)
-        entries.append(creation.create(kind, **{k: options[k] for k in options if k in known}))
-        left = {k: x for k, x in left.items() if k not in known}
-    if left:
-        known = creation.option_names(position)
-        name = next(iter(left))
+    each = {kind: creation.option_names(kind) for kind in position.split("/")}
+    for name in options:
+        _check_option(position, name, each)
+    made = {
+        kind: creation.create(kind, **{k: options[k] for k in options if k in known})
+        for kind, known in each.items()
+    }
+    return Layers([made[kind] for kind in position.split("/")])
+
+
+def _check_option(
+    position: str, name: str, each: Mapping[str, Mapping[str, tuple[type[Encoding], str]]]
+) -> None:
+    """Raises ValueError unless an option of a schedule reaches all encodings that it means.
+
+    Args:
+      position: the schedule.
+      name: the option.
+      each: the names of all options of each entry, with what they mean.
+    """
+    meant = dict.fromkeys(known[name] for known in each.values() if name in known)
+    if not meant:
+        names = creation.option_names(position)
         raise ValueError(
-            f"unknown field {name!r} of position encoding {position!r}{nearest(name, known)}; "
-            f"fields: {', '.join(creation.short_names(known))}"
+            f"unknown field {name!r} of position encoding {position!r}{nearest(name, names)}; "
+            f"fields: {', '.join(creation.short_names(names))}"
         )
-    return Layers(entries)
+    for kind, known in each.items():
+        for cls, field in meant:
+            require(
+                (cls, field) not in known.values() or known.get(name) == (cls, field),
+                f"{name!r} means an option of {cls.kind!r} in one entry of {position!r}, but not "
+                f"in {kind!r}: give {cls.kind}_{field}",
+            )
 
 
 def options_of(encoding: Encoding) -> dict[str, Any]:

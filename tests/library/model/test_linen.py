@@ -159,6 +159,19 @@ def test_one_layer_of_what_differs_by_layer_is_refused(position):
         )
 
 
+@pytest.mark.parametrize("position", ["rope", "rope+fox+alibi"])
+def test_positions_without_the_first_batch_axis(position):
+    layer, x = tape.linen.Attention(num_heads=2, position=position), normal(2, 3, 4, 8)
+    positions = jnp.arange(4) + jnp.array([[0], [5], [9]])
+    segments = jnp.ones((2, 1, 4), jnp.int32)
+    variables = layer.init(jax.random.key(0), x)
+    short, whole = (
+        layer.apply(variables, x, positions=given, segment_ids=segments)[0]
+        for given in (positions, jnp.broadcast_to(positions, (2, 3, 4)))
+    )
+    np.testing.assert_allclose(short, whole, atol=1e-6)
+
+
 def test_a_state_that_nobody_reads_is_refused():
     layer, x = tape.linen.Attention(num_heads=2, position="alibi"), normal(1, 2, 8)
     with pytest.raises(ValueError, match="'alibi' reads no state"):

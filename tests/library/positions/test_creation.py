@@ -119,7 +119,7 @@ def test_refusals(make, words):
 LINEAR = RopeScaling("linear", 2.0)
 # By encoding, options that it refuses: the first one by its name.
 WRONG = {
-    "abacus": [{"digits": "45"}, {"size": -1}],
+    "abacus": [{"digits": "45"}, {"size": -1}, {"max_offset": -3}],
     "alibi": [{"slopes": "steep"}],
     "cope": [{"positions": 0}],
     "dape_fire": [{"fire_width": 0}],

@@ -1,6 +1,7 @@
 """Schedules: which encoding, state and window each layer has, whatever the loops over layers."""
 
 import dataclasses
+import re
 
 import chex
 import jax
@@ -39,6 +40,23 @@ def test_patterns(given, expected):
     assert made.kind == expected
     assert create(options_of(made)) == made
     assert create(dataclasses.asdict(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("position", "name", "kind", "give"),
+    [
+        ("rope+alibi/rope+alibi+fox", "on_heads", "rope+alibi+fox", "alibi_on_heads"),
+        ("fox/wall+fox", "bias", "wall+fox", "fox_bias"),
+        ("tape+inkling/inkling", "width", "tape+inkling", "inkling_width"),
+    ],
+)
+def test_a_name_that_means_another_encoding_elsewhere_is_refused(position, name, kind, give):
+    with pytest.raises(ValueError, match=rf"but not in '{re.escape(kind)}': give {give}"):
+        create(position, **{name: 4})
+    with pytest.raises(ValueError, match=give):
+        create({"kind": position, name: 4})
+    made = options_of(create(position, **{give: 4}))["encodings"]
+    assert all(4 in options.values() for options in made)
 
 
 def test_options_go_to_those_that_have_them():

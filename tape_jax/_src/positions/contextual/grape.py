@@ -208,7 +208,8 @@ class GrapeMultiplicative(Encoding):
         phases = sizes.num_kv_heads if self.per_head else 1
         axis = "kv_heads" if self.per_head else None
         # The inverse of softplus.
-        bias = jax.nn.initializers.constant(math.log(math.expm1(self.initial_step)))
+        start = self.initial_step + math.log(-math.expm1(-self.initial_step))
+        bias = jax.nn.initializers.constant(start)
         shape: tuple[int, ...] = (sizes.head_dim // 2,)
         axes: tuple[str | None, ...] = (None,)
         if self.frequencies_per_head:

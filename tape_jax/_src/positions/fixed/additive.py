@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import require, set_field
+from tape_jax._src.core.checks import not_negative, require, set_field
 from tape_jax._src.core.segments import side_by_side, steps_since
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import turned
@@ -116,6 +116,7 @@ class Abacus(Learned):
             set_field(self, "digits", tuple(operator.index(digit) for digit in self.digits))
         except TypeError:
             raise ValueError(f"abacus: digits must be token ids; got {self.digits!r}") from None
+        not_negative("abacus: max_offset", self.max_offset)
 
     def check(self, sizes: Sizes) -> None:
         require(bool(self.digits), "abacus: digits, the token ids of the digits, must be given")

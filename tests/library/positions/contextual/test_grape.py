@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tape_jax._src.positions.fixed.bias import alibi_slopes
-from tape_jax.positions import GrapeAdditive, GrapePath
+from tape_jax.positions import GrapeAdditive, GrapePath, create
 from tests.library.positions import pairs as by_pairs
 from tests.library.positions.pairs import DIM, HEADS, IDS, KV_HEADS, drawn, sigmoid, softplus
 
@@ -71,3 +71,11 @@ def test_gates_start_as_alibi_does():
     omega = GrapeAdditive().layer_params(sizes, updates=False)["omega"]
     started = omega.init(jax.random.key(0), omega.shape, jnp.float32)
     np.testing.assert_allclose(jax.nn.softplus(started), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [1e-3, 2.0, 1000.0])
+def test_steps_start_as_asked(step):
+    sizes = drawn(GrapeAdditive()).config.sizes
+    params = create("grape_m_ctx", initial_step=step).layer_params(sizes, updates=False)
+    found = [p.init(jax.random.key(0), p.shape, jnp.float32) for p in params.values()]
+    assert any(np.allclose(jax.nn.softplus(x), step, rtol=1e-3) for x in found)
