@@ -139,7 +139,10 @@ def report(
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the command-line options, with the preset's values where none are given."""
+    """Returns the command-line options, with the preset's values where none are given.
+
+    ``common`` and ``configs`` are what :func:`models` returns.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=PRESETS, help="default: tiny on a CPU, c4 elsewhere")
@@ -159,7 +162,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.lengths = options.lengths or preset.lengths
     options.tokens = options.tokens or preset.tokens
     try:
-        models(options)
+        options.common, options.configs = models(options)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -168,7 +171,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     options = parse(argv)
-    model, configs = models(options)
+    model, configs = options.common, options.configs
     if options.unrolled:
         block.MOST_UNROLLED[jax.default_backend()] = model.num_layers
     print(describe_device())

@@ -115,7 +115,8 @@ def assume_device(
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "compute_capability", new=capability))
         # Measurements here say nothing about another device.
-        stack.enter_context(mock.patch.object(records, "known", return_value=({}, ASSUMED)))
+        nothing = records.Known({}, {}, ASSUMED)
+        stack.enter_context(mock.patch.object(records, "known", return_value=nothing))
         if tpu:
             splash = vendor_splash.Splash
             stack.enter_context(mock.patch.object(splash, "check_device", new=nothing_to_check))

@@ -191,12 +191,12 @@ def candidates(
         return Candidates([Candidate(name, options, "named") for name in names])
     if request.symbolic:
         return Candidates([Candidate("reference", basis="shapes are symbolic")])
-    wrong = records.wrong(request)
+    wrong = records.known().wrong.get(request.q.dtype.itemsize, {})
     usual = [x for x in _by_rules(request) if x.implementation not in wrong]
     ranking = None if request.interpret else records.ranking(request, default)
     found: list[Candidate] = []
     if ranking is None:
-        note = records.known()[1]
+        note = records.known().note
         kept = {"ring", *(x.implementation for x in usual)}
         others = () if jax.default_backend() == "cpu" else BACKENDS
         excluded = {name: note for name in others if name not in kept}

@@ -11,7 +11,7 @@ import operator
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -325,9 +325,23 @@ def from_mapping(cls: type, values: dict[str, Any], *, what: str) -> Any:
     """Builds the dataclass ``cls``; an unknown field is an error that names the nearest one."""
     fields = [f.name for f in dataclasses.fields(cls) if f.init]
     for name in values:
-        if name not in fields:
-            raise ValueError(
-                f"unknown field {name!r} of {what}{nearest(name, fields)}; fields: "
-                f"{', '.join(fields)}"
-            )
+        require_field(name, fields, what)
     return cls(**values)
+
+
+def require_field(
+    name: str, fields: Collection[str], what: str, *, shown: Iterable[str] | None = None
+) -> None:
+    """Raises ValueError unless ``name`` is a field of ``what``; the error names the nearest one.
+
+    Args:
+      name: the field.
+      fields: all names of fields.
+      what: has the fields.
+      shown: those that the error lists; None: all.
+    """
+    if name not in fields:
+        raise ValueError(
+            f"unknown field {name!r} of {what}{nearest(name, fields)}; fields: "
+            f"{', '.join(fields if shown is None else shown)}"
+        )

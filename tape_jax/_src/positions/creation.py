@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tape_jax._src.core.checks import choose, from_mapping, nearest, require, typed
+from tape_jax._src.core.checks import choose, from_mapping, require, require_field, typed
 from tape_jax._src.positions.ablations import (
     MixHeadDim,
     NoEquivariance,
@@ -173,6 +173,11 @@ def short_names(names: dict[str, Any]) -> dict[str, Any]:
     return {name: field for name, field in names.items() if first[field] == name}
 
 
+def require_option(name: str, known: dict[str, Any], kind: str) -> None:
+    """Raises ValueError unless a name is one of :func:`option_names` of an encoding's kind."""
+    require_field(name, known, f"position encoding {kind!r}", shown=short_names(known))
+
+
 @typed
 def options_of(encoding: Encoding) -> dict[str, Any]:
     """Returns ``kind`` and all options, from which :func:`create` makes the encoding again."""
@@ -245,11 +250,7 @@ def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
         f"each option of {what!r} is given once; got {', '.join(options)}",
     )
     for name, value in options.items():
-        if name not in known:
-            raise ValueError(
-                f"unknown field {name!r} of position encoding {what!r}{nearest(name, known)}; "
-                f"fields: {', '.join(short_names(known))}"
-            )
+        require_option(name, known, what)
         cls, field = known[name]
         found[cls][field] = value
     return [(cls, found[cls]) for cls, _ in parts]

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from tape_jax._src.core.checks import nearest, positive, require, set_field
+from tape_jax._src.core.checks import positive, require, set_field
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions import creation
 from tape_jax._src.positions.layer import Layer, Terms
@@ -294,11 +294,7 @@ def _check_option(
     """
     meant = dict.fromkeys(known[name] for known in each.values() if name in known)
     if not meant:
-        names = creation.option_names(position)
-        raise ValueError(
-            f"unknown field {name!r} of position encoding {position!r}{nearest(name, names)}; "
-            f"fields: {', '.join(creation.short_names(names))}"
-        )
+        creation.require_option(name, creation.option_names(position), position)
     for kind, known in each.items():
         for cls, field in meant:
             require(

@@ -109,7 +109,7 @@ def test_wrong_files_are_refused(tmp_path, capsys, change, message):
     assert report.main([str(file) for file in refused]) == 2
     said = capsys.readouterr().err
     for words in refused.values():
-        assert f"{words}" in said
+        assert words in said
     assert said.count("error:") == 4, "the files behind it are looked at, too"
     assert f"not compared: {', '.join(map(str, refused))}" in said
 

@@ -414,35 +414,48 @@ def locked() -> Iterator[None]:
 _agreed: str | None = None
 
 
+class Known(NamedTuple):
+    """The measurements by which calls go.
+
+    Attributes:
+      table: cases that tell something (:func:`telling`), without what is wrong.
+      wrong: by the bytes of a type, what disagrees in any measured call of types of that width,
+        and why, by name.
+      note: for calls that are not near any of them.
+    """
+
+    table: Table
+    wrong: dict[int, dict[str, str]]
+    note: str
+
+
 @functools.cache
-def known() -> tuple[Table, str]:
-    """Return the measurements, read once, and a note for calls not in them.
+def known() -> Known:
+    """Return the measurements, read once.
 
     A warning names files that do not count.
     """
     if _agreed is not None:
         return _known(loads(_agreed, check=False) if _agreed else None)
     if jax.process_count() > 1:
-        return {}, "nothing is read where several processes might not agree"
+        return Known({}, {}, "nothing is read where several processes might not agree")
     table, ignored = read()
     for file, why in ignored.items() if table is None else ():
         warnings.warn(f"{file} is ignored: {why}. {COMMAND} measures again", stacklevel=2)
     return _known(table)
 
 
-def _known(table: Table | None) -> tuple[Table, str]:
+def _known(table: Table | None) -> Known:
     what = "no shape near this one" if table else "nothing"
-    return table or {}, f"{what} was measured here ({COMMAND} does)"
-
-
-def wrong(request: Request) -> dict[str, str]:
-    """Return what disagrees in any measured call of types of the same width, and why, by name."""
-    return {
-        x.implementation: x.struck or ""
-        for shape, results in known()[0].items()
-        for x in results
-        if x.wrong and shape.itemsize == request.q.dtype.itemsize
+    wrong: dict[int, dict[str, str]] = {}
+    for shape, results in (table or {}).items():
+        found = {x.implementation: x.struck or "" for x in results if x.wrong}
+        wrong.setdefault(shape.itemsize, {}).update(found)
+    right = {
+        shape: [x for x in results if x.implementation not in wrong[shape.itemsize]]
+        for shape, results in telling(table or {}).items()
     }
+    return Known(right, wrong, f"{what} was measured here ({COMMAND} does)")
 
 
 def forget() -> None:
@@ -479,7 +492,7 @@ class Ranking(NamedTuple):
     Attributes:
       shape: that shape.
       order: what may be taken, the best first.
-      struck: why others were not timed, by name, apart from those that are :func:`wrong`.
+      struck: why others were not timed, by name, apart from what is wrong (:class:`Known`).
     """
 
     shape: CallShape
@@ -495,12 +508,10 @@ def ranking(request: Request, default: Callable[[Request], str]) -> Ranking | No
       default: the implementation that a call takes without measurements.
     """
     shape = CallShape.of(request)
-    table, unfit = telling(known()[0]), wrong(request)
-    near = None if shape is None else nearest(shape, table)
+    near = None if shape is None else nearest(shape, known().table)
     if shape is None or near is None:
         return None
-    results = [x for x in table[near] if x.implementation not in unfit]
-    usual = default(request)
+    results, usual = known().table[near], default(request)
     size = shape.logits * request.accumulator_dtype.itemsize
     untried = shape.logits > REACH * near.logits or size > MOST_BYTES
     if untried and usual != "reference":
