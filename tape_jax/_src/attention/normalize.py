@@ -131,12 +131,14 @@ def _visibility(
     ``window`` is its size, and the positions that measure it.
     """
     _, queries, keys = pairs
-    offset, farthest = _offset(offset, batch)
+    offset, reach = _offset(offset, batch)
+    least, most = reach or (0, 0)
+    farthest = max(abs(least), abs(most))
     known = isinstance(queries, int) and isinstance(keys, int)
     require(
-        not known or queries + keys + (farthest or 0) < 2**31,
+        not known or queries + keys + farthest < 2**31,
         f"queries, keys and query_offset together must be below 2**31; got {queries}, {keys} and "
-        f"{farthest or 0}",
+        f"{farthest}",
     )
     segments = None
     if segment_ids is not None:
@@ -157,8 +159,10 @@ def _visibility(
         counts = _ids("window_positions", window[1], batch, (queries, keys))
     elif sides is not None:
         # A wider window hides no more, and sums with it would leave 32-bit integers.
-        widest = queries + keys + farthest if known and farthest is not None else MAX_INDEX
-        sides = (min(sides[0], widest), min(sides[1], widest))
+        widest = (MAX_INDEX, MAX_INDEX)
+        if known and reach:
+            widest = (queries + max(0, most), keys + max(0, -least))
+        sides = (min(sides[0], widest[0]), min(sides[1], widest[1]))
     band = Band(_truth("is_causal", is_causal), sides)
     return Visibility(band, offset, segments, mask, None if sides is None else counts)
 
@@ -433,10 +437,12 @@ def _floating(name: str, bias: Any) -> Array:
     return bias
 
 
-def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int | None]:
-    """Return the offset (int, or int32 scalar or ``[B]``), and its largest magnitude if known."""
+def _offset(
+    offset: int | Array, batch: Sequence[int]
+) -> tuple[int | Array, tuple[int, int] | None]:
+    """Return the offset (int, or int32 scalar or ``[B]``), and its least and most if known."""
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
-        return int(offset), abs(int(offset))
+        return int(offset), (int(offset), int(offset))
     values = concrete(offset) if hasattr(offset, "dtype") else None
     offset = as_integers("query_offset", offset)
     require(
@@ -444,9 +450,9 @@ def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int
         f"query_offset must be an integer or one a row, {tuple(batch)}; got shape {offset.shape}, "
         f"{offset.dtype}",
     )
-    farthest = None if values is None else max(abs(int(values.min())), abs(int(values.max())))
+    reach = None if values is None else (int(values.min()), int(values.max()))
     offset = _flatten(offset.astype(jnp.int32), batch, 0)
-    return (offset[0] if offset.size == 1 else offset), farthest
+    return (offset[0] if offset.size == 1 else offset), reach
 
 
 def _broadcastable(name: str, x: Array, batch: Sequence[int], pairs: tuple[int, int, int]) -> Array:

@@ -9,10 +9,10 @@ visited. The body of each kernel is in ``pallas_kernels``, block sizes are in ``
 The backward pass has two kernels: one over blocks of queries (dq), one over blocks of keys (dk, dv,
 de). Each recomputes the probabilities. In units of one T x T x D product, with the state attended,
 they cost 4 and 6. One pass would cost 7: it would share the logits (1) and the gradient of the
-probabilities (2), but would have to add up dq across programs. With wide heads, the sums of the
-second kernel do not fit the registers. Then dv and de have a kernel of their own, which costs 1
-more. No sum uses atomic operations, so two runs are equal to the bit. Gradients are of first order
-only.
+probabilities (2), but would have to add up dq across programs. With wide heads, where blocks are
+large, the sums of the second kernel do not fit the registers. Then dv and de have a kernel of their
+own, which costs 1 more. No sum uses atomic operations, so two runs are equal to the bit. Gradients
+are of first order only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fused kernels on Pallas' Triton backend: NVIDIA GPUs from Ampere on, all types.
+"""The fused kernels on Pallas' Triton backend: NVIDIA GPUs from Ampere on, 16 and 32 bits.
 
 The backend is deprecated since jax 0.11, which warns when a kernel is compiled.
 

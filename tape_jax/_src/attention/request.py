@@ -80,6 +80,13 @@ class Request:
         return tuple(dict.fromkeys(str(n) for n in sizes if not isinstance(n, int)))
 
     @property
+    def rotated_width(self) -> int:
+        """Width of rotated queries and keys: ``D``, or ``M * R`` in tensor form."""
+        if self.state is None or self.keys_rotated or self.state.ndim < 6:
+            return self.k.shape[-1]
+        return self.state.shape[3] * self.state.shape[5]
+
+    @property
     def query_heads(self) -> int:
         """Number of query heads, ``Hq``."""
         return self.q.shape[2]
@@ -112,7 +119,7 @@ class Request:
     def rotated(self) -> tuple[Array, Array]:
         """Queries ``[B, Tq, Hq, D']`` and keys ``[B, S, Hk, D']``, rotated, in the compute type.
 
-        ``D'`` is ``D``, or ``M * R`` in tensor form.
+        ``D'`` is :attr:`rotated_width`.
         """
         q, k = self.q, self.k.astype(self.compute_dtype)
         if self.query_state is not None:

@@ -51,7 +51,7 @@ class Cudnn(Vendor):
         )
         capability = devices.compute_capability()
         widest = 256 if capability is not None and capability >= (9, 0) else 128
-        width = self._width(request.k.shape[-1], call)
+        width = self._width(request.rotated_width, call)
         refuse(width > widest, f"head dimensions are at most {widest} here; got {width}")
 
     def everywhere(self, call: VendorCall, args: Named) -> Array:

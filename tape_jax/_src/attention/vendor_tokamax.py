@@ -73,7 +73,7 @@ class Tokamax(Vendor):
             window and call.queries != call.keys,
             "tokamax's local_window_size= needs as many queries as keys",
         )
-        widths = (request.q.shape[-1], sum(call.widths))
+        widths = (request.rotated_width, sum(call.widths))
         refuse(
             self.here() == "mosaic_gpu" and (widths[0] > 128 or widths[1] > 256),
             "the blocks of tokamax's Mosaic kernel hold keys of at most 128 and values and states "

@@ -147,6 +147,15 @@ def test_a_window_may_be_wider_than_32_bits(window):
     np.testing.assert_allclose(traced(jnp.int32(3)), want, atol=1e-6)
 
 
+@pytest.mark.parametrize("offset", [2**30 + 5, -(2**30) - 5])
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_a_wide_window_hides_nothing_far_away(implementation, offset):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, T, 1, D)), jnp.float32)
+    call = {"query_offset": offset, "implementation": implementation}
+    found = attention(x, x, x, **call, local_window_size=2**31)[0]
+    np.testing.assert_allclose(found, attention(x, x, x, **call)[0], atol=1e-6)
+
+
 def test_named_implementation_never_falls_back():
     call = arrays() | {"mask": jnp.ones((T, T), bool), "implementation": "splash"}
     with pytest.raises(NotImplementedError, match="'splash': mask="):

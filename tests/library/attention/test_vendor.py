@@ -200,6 +200,12 @@ def shaped(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def tensor_call(channels):
+    """Heads of 64 with states ``[1, 8, 2, 32, 2, channels]``."""
+    given = dict.fromkeys(("q", "k", "v"), shaped(1, 8, 2, 64))
+    return given | dict.fromkeys(("state", "query_state"), shaped(1, 8, 2, 32, 2, channels))
+
+
 VENDORS = ("splash", "cudnn", "tokamax", "tokamax_mosaic", "tokamax_triton")
 WIDE_KEYS = "keys of at most 128 and values and states of at most 256 together; got 256 and 512"
 # What test_backends.py has no cases of.
@@ -222,6 +228,9 @@ REFUSALS = [
     (VENDORS[3:4], WIDE_KEYS, dict.fromkeys(ARRAYS, shaped(1, 8, 2, 256))),
     (VENDORS[4:], "powers of two, .*; got 96 of keys", dict.fromkeys(ARRAYS, shaped(1, 8, 2, 96))),
     (VENDORS[1:2], "at most 256 here; got 264", dict.fromkeys(ARRAYS, shaped(1, 8, 2, 258))),
+    # Kernels get rotated keys, which the tensor form makes M * R wide.
+    (VENDORS[4:], "powers of two, .*; got 96 of keys", tensor_call(3)),
+    (VENDORS[1:2], "at most 256 here; got 384", tensor_call(12) | {"attend_state": False}),
 ]
 
 
