@@ -118,7 +118,8 @@ parity: $(VENV)/.ready  ## compare with the recorded runs of the published code
 	$(BIN)/python -m tape_jax.parity tests/golden/*.npz
 
 benchmarks: $(VENV)/.ready  ## the benchmarks that need nothing but a CPU
-	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.train_step --model small --repeats 20
+	$(BIN)/python -m benchmarks.attention --lengths 256 1024 4096 16384
 	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.load

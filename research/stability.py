@@ -246,7 +246,7 @@ class PlannedGrowth(Measurements):
     def __init__(self, design: Growth, place: Place):
         self.name = design.name
         self.design, self.place, self.minutes = design, place, design.minutes
-        self._read_once = functools.cache(self._read)
+        self._read_once = functools.cache(lambda record: Trace.from_json(record.found))
         self._items = []
         settings = sweep.variants(design.config, design.variants)
         for seed, depth, setting in itertools.product(design.seeds, design.depths, settings):
@@ -360,10 +360,6 @@ class PlannedGrowth(Measurements):
     def _by_seed(self) -> list[tuple[int, Trace]]:
         records = [record for item in self.items if (record := self.recorded(item))]
         return [(record.seed, self._read_once(record)) for record in records]
-
-    @staticmethod
-    def _read(record: Record) -> Trace:
-        return Trace.from_json(record.found)
 
 
 def depth_figure(traces: Sequence[Trace]) -> Figure:

@@ -677,8 +677,6 @@ def takes(e: Experiment, key: str) -> bool:
 
     If a key only says that lengths are beyond the trained one, they begin before its double.
     """
-    limits = (e.model.max_length, e.model.position.max_length())
-    limit = min((one for one in limits if one is not None), default=None)
     found = TIMES.search(key)
     times = float(found[1]) if found else 2 if key.endswith("_outside") else 1
-    return fits(math.ceil(times * e.task.sequence_length), limit)
+    return fits(math.ceil(times * e.task.sequence_length), runs.max_length(e.model))

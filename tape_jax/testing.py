@@ -130,7 +130,7 @@ def assert_permutation_equivariant(
     act, inverse = reorder(permutation), reorder(np.argsort(permutation))
 
     def undo(out: Tree) -> Tree:
-        _check_time("out_axes", out_axes, "output", out, time)
+        _check_time(out_axes, out, time)
         return _map(inverse, "out_axes", out_axes, out)
 
     _assert_symmetric(
@@ -304,7 +304,7 @@ def assert_causal(
 
     compiled = jax.jit(fn)
     expected = jax.device_get(compiled(*args))
-    _check_time("out_axes", out_axes, "output", expected, time)
+    _check_time(out_axes, expected, time)
     if not timed(expected):
         raise ValueError(f"out_axes = {out_axes} names no time axis: nothing could be checked")
     other = [
@@ -494,13 +494,13 @@ def _lengths(what: str, specs: Tree, prefix: str, tree: Tree) -> dict[str, set[i
     return lengths
 
 
-def _check_time(what: str, specs: Tree, prefix: str, tree: Tree, time: int) -> None:
-    """Raises ValueError unless all axes that ``specs`` names have the length ``time``."""
-    for name, lengths in _lengths(what, specs, prefix, tree).items():
+def _check_time(out_axes: Tree, out: Tree, time: int) -> None:
+    """Raises ValueError unless all axes that ``out_axes`` names have the length ``time``."""
+    for name, lengths in _lengths("out_axes", out_axes, "output", out).items():
         if lengths != {time}:
             raise ValueError(
-                f"{what}: the time axis of {name} has length {sorted(lengths)}, but the arguments "
-                f"have {time} tokens"
+                f"out_axes: the time axis of {name} has length {sorted(lengths)}, but the "
+                f"arguments have {time} tokens"
             )
 
 

@@ -163,7 +163,7 @@ def without_environment(error: ModuleNotFoundError) -> str:
 
 def _run(
     argv: list[str],
-    commands: Mapping[str, tuple[str, str]] = COMMANDS,
+    commands: Mapping[str, tuple[str, str]],
     program: str = "train.main",
 ) -> int:
     if not argv or argv[0] in ("-h", "--help"):

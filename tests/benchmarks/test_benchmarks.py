@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, draw_attention, gpu, load, scaling, step, train_step, update
+from benchmarks import aot, attention, draw_attention, gpu, load, scaling, train_step, update
 from benchmarks.table import markdown, tables
 from research.overhead import Memory, Runner, StepMeasurement, TrainingStep
 from tape_jax import rotary_state, tune
@@ -170,26 +170,6 @@ def test_c4_model():
 
 
 @pytest.mark.slow
-def test_step(capsys, monkeypatch):
-    """The lines of the small model, in the form that the documents quote."""
-
-    def measure(configs, batch, length, *, repeats):
-        assert (list(configs), batch, length, repeats) == (["rope", "tape"], 2, 16, 1)
-        memory = Memory(0, 0, 0, 3 << 20)
-        found = {"rope": Timing((2.0,)), "tape": Timing((3.0,)), "rope, again": Timing((2.5,))}
-        return {name: StepMeasurement(got, memory) for name, got in found.items()}, {}
-
-    monkeypatch.setattr(step, "measure_steps", measure)
-    step.main([*TINY, "--step-only"])
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "T = 16, batch 2",
-        "  rope           2000.0 ms (+- 0 %)     1.000 x rope, 3 MiB temporary",
-        "  tape           3000.0 ms (+- 0 %)     1.500 x rope, 3 MiB temporary",
-        "  rope, again    2500.0 ms (+- 0 %)     1.250 x rope, 3 MiB temporary",
-    ]
-
-
-@pytest.mark.slow
 def test_update(capsys):
     """Each implementation in both directions, and why one is left out."""
     tiny = "--batch 1 --length 8 --heads 3 --head-dim 4 --repeats 1 --mixes heads"
@@ -254,7 +234,7 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
     """A report that is complete although a part fails and another has no time left."""
     parts = (
         gpu.Part("Fails", "benchmarks.attention --backends nothing", 1),
-        gpu.Part("Late", "benchmarks.step", 0),
+        gpu.Part("Late", "benchmarks.data", 0),
     )
     monkeypatch.setattr(gpu, "DRY", parts)
     assert gpu.main(["--dry", "--folder", str(tmp_path)]) == 1

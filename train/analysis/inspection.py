@@ -44,8 +44,6 @@ def patterns(inside: Inside) -> Figure:
     figure = _panels(
         products,
         ["start", *(f"entering layer {i + 1}" for i in range(1, len(e)))],
-        "key",
-        "query",
         "dot product of states",
         limits=(-reach, reach),
         colours="RdBu_r",
@@ -58,9 +56,7 @@ def attention_maps(inside: Inside) -> Figure:
     """Draws the first sequence's attention probabilities by head and layer, as square roots."""
     maps = np.sqrt(inside.maps[:, 0].transpose(0, 2, 1, 3))
     names = [f"layer {i + 1}" for i in range(len(maps))]
-    figure = _panels(
-        maps, names, "key", "query", "square root of the probability", limits=(0.0, 1.0)
-    )
+    figure = _panels(maps, names, "square root of the probability", limits=(0.0, 1.0))
     figure.suptitle("Attention maps by head and layer", fontsize=TITLE)
     return figure
 
@@ -68,8 +64,6 @@ def attention_maps(inside: Inside) -> Figure:
 def _panels(
     grids: np.ndarray,
     columns: Sequence[str],
-    x_label: str,
-    y_label: str,
     bar_label: str,
     *,
     limits: tuple[float, float],
@@ -92,8 +86,8 @@ def _panels(
             if row == 0:
                 panel.set_title(columns[layer], fontsize=SMALL)
             if row == len(heads) - 1:
-                panel.set_xlabel(x_label, fontsize=SMALL)
-        axes[row, 0].set_ylabel(f"head {head + 1}\n{y_label}", fontsize=SMALL)
+                panel.set_xlabel("key", fontsize=SMALL)
+        axes[row, 0].set_ylabel(f"head {head + 1}\nquery", fontsize=SMALL)
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
     bar.set_label(bar_label, fontsize=SMALL)
     bar.ax.tick_params(labelsize=TINY)
@@ -156,8 +150,8 @@ def token_moves(inside: Inside) -> Figure:
     return figure
 
 
-def movers(inside: Inside, most: int = 10) -> str:
-    """Returns a table of the tokens whose states all layers together move most, on average.
+def movers(inside: Inside) -> str:
+    """Returns a table of the ten tokens whose states all layers together move most, on average.
 
     Tokens that occur once are left out if others occur more often.
     """
@@ -167,7 +161,7 @@ def movers(inside: Inside, most: int = 10) -> str:
         for label, distance in zip(labels, moved, strict=True):
             by_label.setdefault(label, []).append(float(distance))
     often = {label: d for label, d in by_label.items() if len(d) > 1} or by_label
-    ranking = sorted(often, key=lambda label: -np.mean(often[label]))[:most]
+    ranking = sorted(often, key=lambda label: -np.mean(often[label]))[:10]
     rows = [[repr(x), str(len(often[x])), f"{np.mean(often[x]):.3f}"] for x in ranking]
     return text_table(["token", "occurrences", "mean distance moved"], rows)
 

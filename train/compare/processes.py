@@ -265,16 +265,13 @@ def _progress() -> Iterator[Callable[[Job], None]]:
     A training's log ends with how far its evaluation is.
     """
 
-    def lines_of(job: Job) -> list[dict[str, Any]]:
-        return metrics.read(job.folder / "metrics.jsonl")
-
     bars: dict[Job, metrics.Progress] = {}
 
     def show(job: Job) -> None:
         lines: list[dict[str, Any]] = []
         # Damaged lines are cut when the run is continued.
         with contextlib.suppress(ValueError):
-            lines = lines_of(job)
+            lines = metrics.read(job.folder / "metrics.jsonl")
         if lines:
             step, steps = lines[-1]["step"], job.experiment.steps
             if job not in bars:

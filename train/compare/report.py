@@ -162,7 +162,7 @@ def score_table(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
     columns = [s for s in scores if any(s.key in r.scores for r in runs)]
     rows = []
     for name, group in groups.items():
-        cells = [mean_and_spread(_values(group, score)) for score in columns]
+        cells = [mean_and_spread([*by_seed(group, score).values()]) for score in columns]
         rows.append([name, str(len(group)), *cells])
     note = "\n\nMean ± standard deviation over seeds." if len(runs) > len(groups) else ""
     return fitting_table(["", "seeds", *(score.label for score in columns)], rows) + note
@@ -267,10 +267,6 @@ def by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:
         run.seed: {score.key: math.nan} if run.result is None else run.scores for run in group
     }
     return {s: score.factor * x[score.key] for s, x in summaries.items() if score.key in x}
-
-
-def _values(group: Sequence[RunRecord], score: Score) -> list[float]:
-    return list(by_seed(group, score).values())
 
 
 def mean_and_spread(values: Sequence[float]) -> str:

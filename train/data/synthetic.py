@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import grain
 import numpy as np
 
-from train.checks import require
+from train.checks import positive, require
 
 Batch = dict[str, np.ndarray]
 
@@ -156,10 +156,7 @@ class Stream:
 def require_positive(task: str, **values: Any) -> None:
     """Raises ValueError unless all values are positive integers."""
     for name, value in values.items():
-        require(
-            isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value > 0),
-            f"{task}: {name} must be a positive integer; got {value!r}",
-        )
+        positive(f"{task}: {name}", value)
 
 
 def require_seed(task: str, seed: Any) -> None:

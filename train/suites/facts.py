@@ -144,11 +144,8 @@ class Facts:
     things: bool = True
 
     rule = "label"
-
-    @property
-    def answer_tokens(self) -> dict[str, int]:
-        """The tokens of an answer, by form: a word or a short sentence."""
-        return {"long": 24, "short": 12}
+    # A word or a short sentence.
+    answer_tokens = {"long": 24, "short": 12}
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str

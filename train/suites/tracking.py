@@ -29,11 +29,8 @@ class Tracking:
     hops: tuple[int, int] = (4, 2)
 
     rule = "all"
-
-    @property
-    def answer_tokens(self) -> dict[str, int]:
-        """The tokens of an answer, by form: if long, above RULER's 30, so that bytes suffice."""
-        return {"long": 40, "short": 20}
+    # If long, above RULER's 30, so that bytes suffice.
+    answer_tokens = {"long": 40, "short": 20}
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str

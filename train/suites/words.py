@@ -28,11 +28,8 @@ class Common:
     times: tuple[tuple[tuple[int, int], ...], ...] = (((30, 3), (10, 1), (4, 1)), ((8, 2), (4, 1)))
 
     rule = "all"
-
-    @property
-    def answer_tokens(self) -> dict[str, int]:
-        """The tokens of an answer, by form: RULER's 120 if long."""
-        return {"long": 120, "short": 40}
+    # RULER's 120 if long.
+    answer_tokens = {"long": 120, "short": 40}
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str
@@ -88,11 +85,8 @@ class Frequent:
     alpha: float = 2.0
 
     rule = "all"
-
-    @property
-    def answer_tokens(self) -> dict[str, int]:
-        """The tokens of an answer, by form: RULER's 50 if long."""
-        return {"long": 50, "short": 24}
+    # RULER's 50 if long.
+    answer_tokens = {"long": 50, "short": 24}
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str

@@ -284,7 +284,7 @@ class Text(Tokenized):
     @property
     def scores(self) -> Sequence[Score]:
         """The perplexities by length, and the scores of passkey retrieval."""
-        return text_evaluation.scores(self)
+        return text_evaluation.scores()
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
         """Perplexity of held-out text by length: :func:`train.tasks.text_evaluation.evaluate`.

@@ -185,7 +185,7 @@ def read_result(record: Any) -> TextResult:
     return TextResult(perplexity, Grid.from_json(grid, wording))
 
 
-def scores(task: TextTask | None = None) -> tuple[Score, ...]:
+def scores() -> tuple[Score, ...]:
     """Returns the scores that compare language models: the longest windows first, then passkeys."""
     chosen = [("disjoint", f) for f in (*reversed(FACTORS), *FRACTIONS)]
     chosen += [("overlapping", f) for f in (FACTORS[-1], 2, 1, *FRACTIONS)]

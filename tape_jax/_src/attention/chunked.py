@@ -255,8 +255,8 @@ def pad(x: Array, size: int, *, axis: int, mode: str = "constant") -> Array:
 
 def _scores(blocks: Blocks, arrays: Arrays, i: Array, j: Array) -> Array:
     """Returns the scaled, bounded logits of one block, ``[B, Hk, G * block_q, block_k]``."""
-    q = _take(arrays.q, i, blocks.rows, 2)
-    k = _take(arrays.k, j, blocks.block_k, 2)
+    q = _take(arrays.q, i, blocks.rows)
+    k = _take(arrays.k, j, blocks.block_k)
     return algebra.capped(_product("bhrd,bhkd->bhrk", q, k) * blocks.scale, blocks.softcap)
 
 
@@ -308,7 +308,7 @@ def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Arr
         """Adds one block of keys to the running softmax of a block of queries."""
         top, total, out = carry
         logits = _logits(blocks, bias, arrays, _scores(blocks, arrays, i, j), i, j)
-        values = _take(arrays.values, j, blocks.block_k, 2)
+        values = _take(arrays.values, j, blocks.block_k)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
         weights = jnp.exp(logits - new_top)
         shrink = jnp.exp(top - new_top)
@@ -359,15 +359,15 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
 
     def visit(i, j):
         """Return block (i, j)'s share of the gradients of q, k, values and the bias."""
-        q, k = _take(arrays.q, i, blocks.rows, 2), _take(arrays.k, j, blocks.block_k, 2)
-        values = _take(arrays.values, j, blocks.block_k, 2)
-        d_rows = _take(d_out, i, blocks.rows, 2)
+        q, k = _take(arrays.q, i, blocks.rows), _take(arrays.k, j, blocks.block_k)
+        values = _take(arrays.values, j, blocks.block_k)
+        d_rows = _take(d_out, i, blocks.rows)
         scores = _scores(blocks, arrays, i, j)
         logits = _logits(blocks, bias, arrays, scores, i, j)
-        top, total = (_take(x, i, blocks.rows, 2) for x in (saved.top, saved.total))
+        top, total = (_take(x, i, blocks.rows) for x in (saved.top, saved.total))
         weights = jnp.exp(logits - top) / total
         d_weights = _product("bhrd,bhkd->bhrk", d_rows, values)
-        d_logits = weights * (d_weights - _take(delta, i, blocks.rows, 2))
+        d_logits = weights * (d_weights - _take(delta, i, blocks.rows))
         d_bias = None
         if bias is not None:
             pairs = d_logits.reshape(d_logits.shape[0], -1, blocks.block_q, blocks.block_k)
@@ -422,15 +422,15 @@ _attend.defvjp(
 _attend_compiled = jax.jit(_attend, static_argnums=(0, 1))
 
 
-def _take(x: Array, index: Array, size: int, axis: int) -> Array:
-    """Takes block ``index`` along ``axis``."""
-    return lax.dynamic_slice_in_dim(x, index * size, size, axis)
+def _take(x: Array, index: Array, size: int) -> Array:
+    """Takes block ``index`` of rows, along axis 2."""
+    return lax.dynamic_slice_in_dim(x, index * size, size, 2)
 
 
 def _add_at(x: Array, part: Array, index: Array) -> Array:
     """Adds ``part`` to block ``index`` of keys or values."""
     size = part.shape[2]
-    return lax.dynamic_update_slice_in_dim(x, part + _take(x, index, size, 2), index * size, 2)
+    return lax.dynamic_update_slice_in_dim(x, part + _take(x, index, size), index * size, 2)
 
 
 def _join(x: Array) -> Array:

@@ -15,7 +15,6 @@ from jax import lax
 
 from tape_jax._src.attention import reference
 from tape_jax._src.attention.request import (
-    AttentionRows,
     Request,
     RowFunction,
     scaled_beforehand,
@@ -114,7 +113,7 @@ def _of_queries(request: Request, start: int | Array, size: int) -> Request:
     def shifted(function: RowFunction | None) -> RowFunction | None:
         if function is None:
             return None
-        return lambda logits, rows: function(logits, _from(start, rows))
+        return lambda logits, rows: function(logits, rows._replace(queries=rows.queries + start))
 
     bias, decay = request.bias, request.log_decay
     return dataclasses.replace(
@@ -153,7 +152,3 @@ def _first_keys(request: Request, seen: int) -> Request:
         log_decay=None if decay is None else (decay[0], cut(decay[1], 1)),
         visibility=request.visibility.of_keys(0, seen),
     )
-
-
-def _from(start: int | Array, rows: AttentionRows) -> AttentionRows:
-    return rows._replace(queries=rows.queries + start)

@@ -41,19 +41,6 @@ def with_position(model: Transformer, encoding: Encoding, **changes: Any) -> Tra
     return replaced(model, position=encoding, **changes)
 
 
-def with_encoding(model: Transformer, params: Any, other: Any) -> dict[str, Any]:
-    """Parameters of a model, with those of its position encoding taken from ``other``.
-
-    Args:
-      model: the model.
-      params: nested dict of arrays.
-      other: a dict of the same structure.
-    """
-    own = {path for path, spec in model.parameters().items() if spec.role == "position"}
-    ours, theirs = flatten_dict(params, sep="/"), flatten_dict(other, sep="/")
-    return unflatten_dict({p: (theirs if p in own else ours)[p] for p in ours}, sep="/")
-
-
 def layer_params(model: Transformer, params: Any) -> dict[Encoding, list[dict[str, Any]]]:
     """Returns, by encoding, the parameters of ``Encoding.layer_params`` of each of its blocks."""
     found: dict[Encoding, list[dict[str, Any]]] = {}

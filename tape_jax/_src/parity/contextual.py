@@ -573,8 +573,8 @@ def _run(
         attention, q, k, is_causal=True, implementation="reference", scale=scale
     )
     one_hot = jnp.broadcast_to(jnp.eye(time, dtype=q.dtype)[:, None], (*k.shape[:-1], time))
-    att = _heads_first(attend(one_hot, **weights)[0])
-    logits = _heads_first(attend(one_hot, **options | {"weights_fn": _logits})[0])
+    att = attend(one_hot, **weights)[0].swapaxes(1, 2)
+    logits = attend(one_hot, **options | {"weights_fn": _logits})[0].swapaxes(1, 2)
     seen = jnp.tril(jnp.ones((time, time), bool))
     scores = jnp.repeat(jnp.where(seen, scores, 0), logits.shape[1] // heads, axis=1)
     # The state that rotates queries and keys or, if none does, that the encoding uses otherwise.
@@ -596,10 +596,6 @@ def _all_pairs(q: Array, k: Array) -> Array:
     """``q k / sqrt(D)``, ``[B, H, T, S]``."""
     k = jnp.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
     return jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-
-
-def _heads_first(x: Array) -> Array:
-    return x.swapaxes(1, 2)
 
 
 def _logits(logits: Array, rows: AttentionRows) -> Array:

@@ -313,7 +313,7 @@ def _compare(golden: Golden, precision: str) -> Iterator[Deviation | str]:
         weights
     )
 
-    def check(quantity: str, pairs: dict[str, Any], tolerance: float | None = None):
+    def check(quantity: str, pairs: dict[str, Any]):
         recorded = {
             name: (value, golden.expected(name, precision)) for name, value in pairs.items()
         }
@@ -325,8 +325,7 @@ def _compare(golden: Golden, precision: str) -> Iterator[Deviation | str]:
         if not errors:
             return f"{precision}  {quantity}: not recorded in this file"
         worst = max(errors, key=lambda name: errors[name])
-        bound = TOLERANCE[precision] if tolerance is None else tolerance
-        return Deviation(quantity, precision, errors[worst], worst, bound)
+        return Deviation(quantity, precision, errors[worst], worst, TOLERANCE[precision])
 
     yield check("logits", {"logits": logits})
     yield check("loss", {"loss": loss})

@@ -30,10 +30,6 @@ from tape_jax._src.positions.layer import Layer, Terms
 Array = jax.Array
 State = Any
 
-# Where an encoding may act. In a combination any number of encodings may act on "bias" and "decay",
-# at most one on each other place.
-PLACES = ("embedding", "state", "scale", "logits", "weights", "bias", "decay", "window")
-
 # For each type of option: its description in words, and the check of a value.
 OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
@@ -202,7 +198,8 @@ class Encoding:
     else:
         # A field, so that dataclasses.asdict gives what create() reads.
         kind: str = dataclasses.field(default="none", init=False, repr=False, compare=False)
-    # Members of PLACES on which it acts; they decide what combines.
+    # Where it acts: "embedding", "state", "scale", "logits", "weights", "window", of which one
+    # encoding of a combination may act on each, "bias" and "decay".
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
     rewrites_keys: ClassVar[bool] = False

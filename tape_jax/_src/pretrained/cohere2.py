@@ -9,6 +9,7 @@ from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.family import (
     ATTENTION,
+    PATTERN,
     SLIDING,
     Family,
     Fields,
@@ -26,7 +27,6 @@ from tape_jax._src.pretrained.family import (
 
 BLOCK = {"norm": "layer", "parallel_block": True}
 # Every n-th layer sees all tokens.
-PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def _read(config: Mapping[str, Any]) -> Fields:
@@ -44,7 +44,7 @@ def _scale(config: Mapping[str, Any]) -> float:
 
 
 def _layers(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
-    period = period_of(config, PATTERN, 4)
+    period = period_of(config, 4)
     sliding = slides(config, lambda layer: (layer + 1) % period != 0)
     window = before_own(config["sliding_window"])
     # Only layers that have the window rotate.

@@ -15,10 +15,10 @@ from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.cohere2 import COHERE2
 from tape_jax._src.pretrained.family import (
     ATTENTION,
+    BIASES,
     COMMON,
     FULL,
     HARMLESS,
-    MLP,
     OFF,
     SAYS_NONE,
     Family,
@@ -30,6 +30,7 @@ from tape_jax._src.pretrained.family import (
     layer_types,
     layers_of,
     one_rope,
+    read_biases,
     slides,
     sliding_window,
 )
@@ -39,22 +40,12 @@ from tape_jax._src.pretrained.phi3 import PHI3
 from tape_jax._src.pretrained.smollm3 import SMOLLM3
 
 
-def _read_llama(config: Mapping[str, Any]) -> Fields:
-    attention = ATTENTION if flag(config, "attention_bias") else ()
-    return {"biases": (*attention, *(MLP if flag(config, "mlp_bias") else ()))}
-
-
 def _write_llama(c: ModelConfig) -> Fields | None:
-    kinds = {(): (False, False), ATTENTION: (True, False), MLP: (False, True)}
-    kinds[(*ATTENTION, *MLP)] = (True, True)
+    kinds = {biases: flags for flags, biases in BIASES.items()}
     if c.biases not in kinds or not is_plain(c):
         return None
     attention, mlp = kinds[c.biases]
     return {"attention_bias": attention, "mlp_bias": mlp}
-
-
-def _read_mistral(config: Mapping[str, Any]) -> Fields:
-    return {"local_window_size": before_own(config["sliding_window"])}
 
 
 def _write_mistral(c: ModelConfig) -> Fields | None:
@@ -126,7 +117,7 @@ GRANITE = {
 
 
 def _read_granite(config: Mapping[str, Any]) -> Fields:
-    return _read_llama(config) | {ours: config[theirs] for theirs, ours in GRANITE.items()}
+    return read_biases(config) | {ours: config[theirs] for theirs, ours in GRANITE.items()}
 
 
 def _write_granite(c: ModelConfig) -> Fields | None:
@@ -140,11 +131,6 @@ def _write_granite(c: ModelConfig) -> Fields | None:
     return biases | {theirs: getattr(c, ours) for theirs, ours in GRANITE.items()}
 
 
-def _read_olmo2(config: Mapping[str, Any]) -> Fields:
-    biases = ATTENTION if flag(config, "attention_bias") else ()
-    return {"biases": biases, "qk_norm": "full", "norms": "after"}
-
-
 def _write_olmo2(c: ModelConfig) -> Fields | None:
     wanted = is_plain(c, qk_norm="full", norms="after")
     return {"attention_bias": bool(c.biases)} if wanted and c.biases in ((), ATTENTION) else None
@@ -156,12 +142,12 @@ _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers":
 # In the order in which they are tried when a model is saved.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "LlamaForCausalLM", frozenset(("attention_bias", "mlp_bias")), _read_llama, _write_llama
+        "LlamaForCausalLM", frozenset(("attention_bias", "mlp_bias")), read_biases, _write_llama
     ),
     "mistral": Family(
         "MistralForCausalLM",
         frozenset(("sliding_window",)),
-        _read_mistral,
+        PHI3.read,
         _write_mistral,
         {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
@@ -186,7 +172,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         "Olmo2ForCausalLM",
         frozenset(("attention_bias",)),
-        _read_olmo2,
+        OLMO3.read,
         _write_olmo2,
         {"rms_norm_eps": 1e-5},
         OLMO_NORMS,

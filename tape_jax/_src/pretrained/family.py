@@ -16,6 +16,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Encodings that a checkpoint can describe.
 ROPES = (positions.Rope, positions.Yarn, positions.LongRope)
 ATTENTION, MLP = ("q", "k", "v", "out"), ("gate", "up", "down")
+BIASES = {(a, m): (*ATTENTION * a, *MLP * m) for a in (False, True) for m in (False, True)}
+# The period of layers of another kind, in files of transformers 4.
+PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 
 # Fields that do not affect what a decoder computes: names, token ids, training, caches, types,
 # and generation options in older files.
@@ -199,9 +202,14 @@ def one_rope(rope: Callable[[str], positions.Rope]) -> positions.Rope:
     return full
 
 
-def period_of(config: Mapping[str, Any], names: Sequence[str], default: int) -> int:
+def read_biases(config: Mapping[str, Any]) -> Fields:
+    """Returns which projections have biases, by two flags."""
+    return {"biases": BIASES[flag(config, "attention_bias"), flag(config, "mlp_bias")]}
+
+
+def period_of(config: Mapping[str, Any], default: int) -> int:
     """Returns the period of layers of another kind; ValueError unless a positive integer."""
-    name = next((name for name in names if config.get(name) is not None), None)
+    name = next((name for name in PATTERN if config.get(name) is not None), None)
     return default if name is None else positive(f"config.json: {name}", config[name])
 
 

@@ -14,6 +14,7 @@ from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.family import (
     ATTENTION,
     FULL,
+    PATTERN,
     SLIDING,
     Family,
     Fields,
@@ -38,7 +39,6 @@ NAMES = {
     "layers/mlp_out_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
 }
 # Every n-th layer of Gemma 3 sees all tokens.
-PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 LOCAL_BASE = 10_000.0
 
 
@@ -81,7 +81,7 @@ def _layers3(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
         local = dataclasses.replace(local, base=base) if own is None else local
     else:
         local = dataclasses.replace(rope(FULL), base=base, scaling=RopeScaling())
-    period = period_of(config, PATTERN, 6)
+    period = period_of(config, 6)
     sliding = slides(config, lambda layer: (layer + 1) % period != 0)
     window = before_own(config["sliding_window"])
     return [LayerKind(local, window) if one else LayerKind(rope(FULL), None) for one in sliding]

@@ -8,8 +8,7 @@ from typing import Any
 from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.family import (
-    ATTENTION,
-    MLP,
+    BIASES,
     Family,
     Fields,
     LayerKind,
@@ -19,15 +18,10 @@ from tape_jax._src.pretrained.family import (
     layer_types,
     layers_of,
     one_rope,
+    read_biases,
     slides,
     sliding_window,
 )
-
-BIASES = {(a, m): (*ATTENTION * a, *MLP * m) for a in (False, True) for m in (False, True)}
-
-
-def _read(config: Mapping[str, Any]) -> Fields:
-    return {"biases": BIASES[flag(config, "attention_bias"), flag(config, "mlp_bias")]}
 
 
 def _rotates(config: Mapping[str, Any]) -> list[bool]:
@@ -83,7 +77,7 @@ SMOLLM3 = Family(
             *("use_sliding_window", "sliding_window", "layer_types", "max_window_layers"),
         )
     ),
-    _read,
+    read_biases,
     _write,
     {
         "rope_theta": 2e6,

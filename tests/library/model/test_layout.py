@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tape_jax import positions
-from tape_jax._src.model.layout import layer_params, with_encoding
+from tape_jax._src.model.layout import layer_params
 from tape_jax.adapt import restack
 from tests.models import random_variables, small_model
 
@@ -51,19 +50,12 @@ def test_there_and_back(name):
 
 
 def test_parameters_of_the_encoding_are_told_from_the_others():
-    """Those of the layers as it names them; and exchanged, those of the embeddings too."""
+    """Those of the layers, as it names them."""
     model = small_model(positions.Tape(layers=(1, 3)), num_layers=5)
     params = random_variables(model)["params"]
     (own,) = layer_params(model, params).values()
     assert [sorted(layer) for layer in own] == [[], ["down", "mix", "up", "wx"], []]
     assert own[1]["up"] is params["layers_1"]["position_up"]
-
-    for kind, expected in (("learned", {"position_table"}), ("rope", set())):
-        model = small_model(kind)
-        params = random_variables(model)["params"]
-        found = flatten_dict(with_encoding(model, params, jax.tree.map(lambda x: None, params)))
-        assert {"/".join(path) for path, x in found.items() if x is None} == expected
-        assert set(found) == set(flatten_dict(params))
 
 
 def test_what_stays_is_not_copied_and_what_is_donated_is_deleted():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.core.algebra import at_least_float32, precise_einsum
+from tape_jax._src.positions.contextual import rows
 
 Array = jax.Array
 
@@ -84,8 +85,10 @@ def chunked(
     """
     size = min(size, k.shape[1])
     beta = beta.astype(dtype)[..., None]
-    k, w, beta = (_split(x.astype(dtype), size).swapaxes(2, 3) for x in (k, w, beta))
-    ids = None if segment_ids is None else _split(segment_ids, size)
+    k, w, beta = (
+        rows.split(x.astype(dtype), size, 1).transpose(1, 0, 3, 2, 4) for x in (k, w, beta)
+    )
+    ids = None if segment_ids is None else rows.split(segment_ids, size, 1).swapaxes(0, 1)
     earlier = jnp.tril(jnp.ones((size, size), bool), -1)
     if ids is not None:
         earlier = earlier & (ids[:, :, None, :, None] == ids[:, :, None, None])
@@ -197,10 +200,3 @@ def inverse(system: Array) -> Array:
             axis=-2,
         )
     return found[..., 0, :size, :size]
-
-
-def _split(x: Array, size: int) -> Array:
-    """``[B, T, ...]`` in chunks, ``[n, B, size, ...]``, the last one filled up with zeros."""
-    pads = [(0, -x.shape[1] % size if n == 1 else 0) for n in range(x.ndim)]
-    x = jnp.pad(x, pads)
-    return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)

@@ -16,6 +16,12 @@ Array = jax.Array
 BLOCK = 32
 
 
+def split(x: Array, size: int, axis: int) -> Array:
+    """An axis in chunks, the last one filled up with zeros."""
+    x = jnp.pad(x, [(0, -x.shape[axis] % size if n == axis else 0) for n in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
 def of_queries(x: Array, rows: Any) -> Array:
     """Takes the queries of ``rows`` from ``x [..., T, heads, D]``: ``[B, Q, heads, D]``."""
     return jnp.take(all_axes(x), rows.queries, axis=1)

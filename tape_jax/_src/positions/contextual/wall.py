@@ -118,11 +118,11 @@ def products(
     keys = k.shape[2]
     # A query has a factor for each chunk, and for each key of its own: both should be few.
     size = min(size, 1 << ((keys - 1).bit_length() + 1) // 2)
-    k, log_gates = (_split(x, size, 2) for x in (k, log_gates))
-    acts = _split(acts, size, 2)
+    k, log_gates = (by_rows.split(x, size, 2) for x in (k, log_gates))
+    acts = by_rows.split(acts, size, 2)
     strictly = jnp.tri(size, k=-1, dtype=bool)[None, None]
     if ids is not None:
-        ids = _split(ids, size, 1)
+        ids = by_rows.split(ids, size, 1)
         strictly = strictly & (ids[..., None] == ids[..., None, :])
     # Of each key, what the tokens behind it in its chunk leave.
     behind = precise_einsum("bntj,bhntd->bhnjd", strictly.astype(k.dtype), log_gates)
@@ -146,9 +146,3 @@ def _sums_behind(x: Array) -> Array:
     """Sums ``x [..., n, D]`` over all entries of the axis ``n`` behind each."""
     total = lax.cumsum(x, axis=x.ndim - 2, reverse=True)
     return jnp.concatenate([total[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
-
-
-def _split(x: Array, size: int, axis: int) -> Array:
-    """An axis in chunks, the last one filled up with zeros."""
-    x = jnp.pad(x, [(0, -x.shape[axis] % size if n == axis else 0) for n in range(x.ndim)])
-    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
