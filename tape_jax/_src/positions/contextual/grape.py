@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tape_jax._src.core.checks import choose, require
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.contextual import rows as by_rows
 from tape_jax._src.positions.fixed.bias import alibi_slopes, distances
-from tape_jax._src.positions.fixed.rotary import content_state, frequencies
+from tape_jax._src.positions.fixed.rotary import content_state, frequencies, turned
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 
@@ -140,8 +141,8 @@ class GrapePath(Encoding):
         width = self._width(layer.sizes)
         own = layer.product(params["path_kernel"])
         own = own.reshape(*own.shape[:-1], layer.sizes.num_heads, width)
-        turned = _turned(own, layer.query_positions)
-        keys = layer.of_all_keys("path", turned).astype(own.dtype)
+        rotated = _rotated(own, layer.query_positions)
+        keys = layer.of_all_keys("path", rotated).astype(own.dtype)
         slopes = jnp.asarray(alibi_slopes(layer.sizes.num_heads), own.dtype)
 
         def logits_fn(logits: Array, rows: Any) -> Array:
@@ -151,14 +152,14 @@ class GrapePath(Encoding):
             steps = jnp.where(rows.visible, steps, 0)
             return logits + by_rows.sums_behind(steps).astype(logits.dtype)
 
-        return Terms(logits_fn=logits_fn, kept={"path": turned})
+        return Terms(logits_fn=logits_fn, kept={"path": rotated})
 
 
-def _turned(p: Array, positions: Array) -> Array:
+def _rotated(p: Array, positions: Array) -> Array:
     """``p / rms(p)``, ``[..., T, H, d]``, rotated by minus its position."""
     mean = jnp.mean(p**2, axis=-1, keepdims=True)
     p = p * jax.lax.rsqrt(mean + jnp.finfo(p.dtype).eps)
-    angle = positions.astype(p.dtype)[..., None, None]
+    angle = turned(positions, np.ones(1), p.dtype)[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(p, 2, axis=-1)
     return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)

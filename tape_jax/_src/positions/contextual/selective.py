@@ -23,6 +23,8 @@ Array = jax.Array
 SPACINGS = ("rope", "rfa")
 GATES = ("none", "standard")
 EPS = 1e-6
+# Columns of kernels are divided by their norm, or by this if it is larger.
+LEAST = 1e-12
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros
@@ -173,8 +175,8 @@ def _shares(x: Array, *, heads: int, dtype: Any) -> Array:
 def _by_head(params: Mapping[str, Array], shares: Array, dtype: Any) -> Array:
     """Applies the full-rank projection: ``[..., T, H, E/H]`` to ``[..., T, H, D/2]``."""
     kernel = params["phase_kernel"].astype(dtype)
-    length = jnp.sqrt(jnp.square(kernel).sum(-2, keepdims=True))
+    length = jnp.sqrt(jnp.maximum(jnp.square(kernel).sum(-2, keepdims=True), LEAST**2))
     scale = params["phase_scale"].astype(dtype)[:, None, None]
-    kernel = scale * kernel / jnp.maximum(length, 1e-12)
+    kernel = scale * kernel / length
     # Not every backend has products of many small matrices in narrow types.
     return jnp.einsum("...he,hew->...hw", shares.astype(dtype), kernel)

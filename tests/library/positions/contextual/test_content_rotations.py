@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import tape_jax as tape
 from tape_jax import ModelConfig, positions
 from tape_jax._src.core.algebra import rotate
+from tape_jax._src.positions.contextual import selective
 from tape_jax._src.positions.fixed.rotary import content_state
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import default_positions
@@ -228,3 +230,9 @@ def test_backward_pass_keeps_what_is_rotated_and_one_state():
     vectors, angles = jnp.ones((B, T, HEADS, D)), jnp.ones((B, T, HEADS, D // 2))
     found = jax.make_jaxpr(kept)(vectors, vectors, angles).jaxpr.outvars
     assert [x.aval.shape for x in set(found)] == 3 * [vectors.shape]
+
+
+def test_a_kernel_of_zeros_has_a_finite_gradient():
+    params = {"phase_kernel": jnp.zeros((2, 3, 4)), "phase_scale": jnp.ones(2)}
+    gradients = jax.grad(lambda p: selective._by_head(p, jnp.ones((5, 2, 3)), jnp.float32).sum())
+    chex.assert_tree_all_finite(gradients(params))

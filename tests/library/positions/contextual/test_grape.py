@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tape_jax._src.positions.contextual import grape
 from tape_jax._src.positions.fixed.bias import alibi_slopes
 from tape_jax.positions import GrapeAdditive, GrapePath, create
 from tests.library.positions import pairs as by_pairs
@@ -63,6 +64,15 @@ def test_no_direction_has_a_finite_gradient():
     params = {name: jnp.zeros(x.shape) for name, x in pairs.params.items()}
     gradients = jax.jit(jax.grad(lambda p: jnp.sum(by_pairs.attend(pairs, p, arrays) ** 2)))
     assert all(np.isfinite(x).all() for x in gradients(params).values())
+
+
+def test_keys_far_away_are_rotated_by_their_own_position(x64):
+    """Integers from 2**24 on are no float32."""
+    far = np.array([2**24 + 1, 2**26 + 3, 2**31 - 1])
+    p = jnp.ones((1, 3, 1, 2), jnp.float32)
+    found = grape._rotated(p, jnp.asarray(far, jnp.int32))[0, :, 0]
+    want = np.exp(-1j * far.astype(np.float64)) * (1 + 1j)
+    np.testing.assert_allclose(found, np.stack([want.real, want.imag], -1), atol=1e-5)
 
 
 def test_gates_start_as_alibi_does():
