@@ -162,6 +162,11 @@ def _visibility(
         widest = (MAX_INDEX, MAX_INDEX)
         if known and reach:
             widest = (queries + max(0, most), keys + max(0, -least))
+            require(
+                sum(widest) < 2**31,
+                "with a window, queries, keys and the distance between rows' offsets together "
+                f"must be below 2**31; got {queries}, {keys} and {least} to {most}",
+            )
         sides = (min(sides[0], widest[0]), min(sides[1], widest[1]))
     band = Band(_truth("is_causal", is_causal), sides)
     return Visibility(band, offset, segments, mask, None if sides is None else counts)

@@ -26,7 +26,6 @@ from tape_jax._src.pretrained.family import (
 )
 
 BLOCK = {"norm": "layer", "parallel_block": True}
-# Every n-th layer sees all tokens.
 
 
 def _read(config: Mapping[str, Any]) -> Fields:
@@ -44,6 +43,7 @@ def _scale(config: Mapping[str, Any]) -> float:
 
 
 def _layers(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
+    # Every n-th layer sees all tokens.
     period = period_of(config, 4)
     sliding = slides(config, lambda layer: (layer + 1) % period != 0)
     window = before_own(config["sliding_window"])

@@ -38,7 +38,6 @@ NAMES = {
     "layers/mlp_norm/scale": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers/mlp_out_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
 }
-# Every n-th layer of Gemma 3 sees all tokens.
 LOCAL_BASE = 10_000.0
 
 
@@ -81,6 +80,7 @@ def _layers3(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
         local = dataclasses.replace(local, base=base) if own is None else local
     else:
         local = dataclasses.replace(rope(FULL), base=base, scaling=RopeScaling())
+    # Every n-th layer sees all tokens.
     period = period_of(config, 6)
     sliding = slides(config, lambda layer: (layer + 1) % period != 0)
     window = before_own(config["sliding_window"])

@@ -81,6 +81,10 @@ WRONG = [
     ("query_offset must be an integer .*float32", {"query_offset": 1.5}),
     (r"or one a row, \(2,\); got shape \(2, 6\)", {"query_offset": INTS}),
     (r"below 2\*\*31; got 6, 6 and 2147483636", {"query_offset": 2**31 - 12}),
+    (
+        r"below 2\*\*31; got 6, 6 and -1073741824 to 1073741824",
+        {"query_offset": np.array([-(2**30), 2**30]), "local_window_size": 2**31},
+    ),
     ("must fit in int32, .* values from -5 to 4294967296", {"query_offset": LONG}),
     # Biases and numbers.
     ("log_decay must be floating-point; got int", {"log_decay": jnp.ones((2, T, H), int)}),
