@@ -107,10 +107,9 @@ class Combined(Encoding):
 
     @property
     def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The kinds of drawn positions that all of the encodings take."""
-        return tuple(
-            x for x in Encoding.takes_drawn if all(x in e.takes_drawn for e in self.encodings)
-        )
+        """The kinds of drawn positions that all encodings take that read positions."""
+        takes = [x.takes_drawn for x in self.encodings if x.reads_positions]
+        return tuple(x for x in Encoding.takes_drawn if all(x in kinds for kinds in takes))
 
     @property
     def heads_per_query(self) -> int:  # type: ignore[override]

@@ -144,7 +144,8 @@ def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
             known is None or bool((known > 0).all()),
             f"length must be positive; got {None if known is None else known.tolist()}",
         )
-        return array.astype(jnp.int32)
+        array = array.astype(jnp.int32)
+        return array if array.ndim == 0 else jnp.broadcast_to(array, batch)
     require(not isinstance(length, bool) and number > 0, f"length must be positive; got {length}")
     return number
 

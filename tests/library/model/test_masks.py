@@ -26,6 +26,18 @@ def banded(time, local_window_size):
     return (j <= i) & (j >= i - local_window_size)
 
 
+@pytest.mark.parametrize("length", [[9, 20, 30], [9]])
+def test_a_length_broadcasts_to_batch_axes(length):
+    scaling = RopeScaling("dynamic", 2.0, original_length=4)
+    model = small_model(positions.Rope(scaling=scaling))
+    variables, tokens = random_variables(model), random_tokens(6, 5).reshape(2, 3, 5)
+    rows = np.broadcast_to(length, (2, 3)).reshape(6)
+    apply = jax.jit(model.apply)
+    expected = apply(variables, tokens.reshape(6, 5), length=jnp.asarray(rows))
+    found = apply(variables, tokens, length=jnp.asarray(length))
+    assert_near(found.reshape(expected.shape), expected)
+
+
 def test_window_equals_its_mask():
     variables, tokens = random_variables(small_model("tape")), random_tokens(2, 9)
     expected = run(small_model("tape"), variables, tokens, mask=banded(9, 3))

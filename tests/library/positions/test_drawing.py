@@ -147,6 +147,7 @@ def test_encodings_that_read_no_positions_refuse_a_draw(position):
 def test_some_heads_of_a_combination_take_a_draw(x64):
     model = model_of("spaced", positions.create("rope+fox", on_heads=1))
     jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    model_of("stretched", positions.create(["rope", positions.Abacus(digits=(1, 2))]))
     model_of("spaced", positions.Repo(width=4, first_layer=1))
 
 

@@ -10,7 +10,8 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.core.checks import concrete, positive, require, set_field
+from tape_jax._src.core.algebra import at_least_32_bits
+from tape_jax._src.core.checks import concrete, not_negative, require, set_field
 from tape_jax._src.core.segments import running, side_by_side
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.additive import Learned, moved_rows, places_in_runs, previous
@@ -78,8 +79,8 @@ class PositionCoupling(Learned):
             set_field(self, name, _token_ids(name, getattr(self, name)))
         for name in ("extra_digits", "max_offset"):
             value = getattr(self, name)
-            if value != 0:
-                positive(f"{self.kind}: {name}", value, optional=name == "extra_digits")
+            if value is not None or name == "max_offset":
+                not_negative(f"{self.kind}: {name}", value)
         require(
             self.reverse_answer or self.extra_digits is not None,
             f"{self.kind}: answers that are not reversed need extra_digits: without it their ids "
@@ -107,6 +108,7 @@ class PositionCoupling(Learned):
         return None
 
     def coordinates(self, tokens: Array, positions: Array, segment_ids: Array | None = None):
+        tokens = at_least_32_bits(tokens)
         if segment_ids is None:
             return self._ids(jnp.zeros_like(tokens), tokens)
         return side_by_side(self._ids, jnp.broadcast_to(segment_ids, tokens.shape), tokens)

@@ -817,6 +817,8 @@ class Xpos(Rope):
         t = jnp.where(jnp.abs(t) <= reach, t, jnp.nan)
         decay = jnp.exp(t[..., None] * jnp.asarray(rates, compute))
         decay = algebra.with_heads(jnp.concatenate([decay, decay], axis=-1).astype(dtype))
+        if decay.ndim > e.ndim:  # A length for each row, and positions that rows share.
+            e = algebra.align_state(e)
         return e * decay, e / decay
 
     def rotation(self, state: State):

@@ -71,6 +71,12 @@ def test_ids_of_segments_between_each_other():
     np.testing.assert_array_equal(found[order != 0], want[order != 0])
 
 
+def test_narrow_tokens_are_no_wide_signs():
+    options = MORE | {"plus": 256 + IDS["+"]}
+    narrow = ids_of(encoded("6+4").astype(np.uint8), **options)
+    assert narrow == ids_of(encoded("6+4").astype(np.int32), **options)
+
+
 TABLE = {"table": jnp.arange(40.0)[:, None]}
 
 

@@ -5,6 +5,7 @@ import fractions
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,6 +222,15 @@ class TestXpos:
         product = np.hypot(queries[:, :4], queries[:, 4:]) * np.hypot(keys[0, :4], keys[0, 4:])
         scales = (2 * np.arange(4) + 0.4 * 8) / (1.4 * 8)
         np.testing.assert_allclose(product, scales ** [[0], [1], [2]], rtol=1e-12)
+
+    def test_a_length_for_each_row(self):
+        """Positions are shared, and as many as there are heads of keys."""
+        start = functools.partial(Xpos().start, sizes=CONFIG.sizes)
+        places, lengths = jnp.arange(2), jnp.array([2, 400])
+        for found, *rows in zip(
+            start(places, length=lengths), *(start(places, length=n) for n in (2, 400)), strict=True
+        ):
+            chex.assert_trees_all_close(found, jnp.stack(rows)[:, :, None], atol=1e-6)
 
     def test_what_does_not_rotate_does_not_decay(self, x64):
         """The rotating half of 8 dimensions decays as a head of 4 does."""
