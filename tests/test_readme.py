@@ -83,7 +83,7 @@ def test_verdicts_on_the_claims_are_those_of_the_results():
     confirmed, contradicted = (
         sum(row.startswith(word) for row in rows) for word in ("confirmed", "contradicted")
     )
-    assert f"Of its [{len(rows)} claims]" in TEXT
+    assert f"Of [{len(rows)} claims]" in TEXT
     assert f"{confirmed} were confirmed\nand {contradicted} contradicted" in TEXT
 
 
