@@ -318,9 +318,7 @@ def _check_key_width(
     q: Array, k: Array, e: Array | None, query_state: Array | None, keys_rotated: bool
 ) -> None:
     """Raises ValueError unless keys are as wide as queries (as rotated queries, if rotated)."""
-    width = q.shape[-1]
-    if keys_rotated and query_state is not None and query_state.ndim == 6:
-        width = query_state.shape[3] * query_state.shape[5]
+    width = algebra.rotated_width(q.shape[-1], query_state if keys_rotated else None)
     require(
         k.shape[-1] == width,
         f"k must have head dimension {width}{' (rotated)' if keys_rotated else ''}; got q {q.shape}"

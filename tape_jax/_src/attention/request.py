@@ -82,9 +82,7 @@ class Request:
     @property
     def rotated_width(self) -> int:
         """Width of rotated queries and keys: ``D``, or ``M * R`` in tensor form."""
-        if self.state is None or self.keys_rotated or self.state.ndim < 6:
-            return self.k.shape[-1]
-        return self.state.shape[3] * self.state.shape[5]
+        return algebra.rotated_width(self.q.shape[-1], self.query_state)
 
     @property
     def query_heads(self) -> int:

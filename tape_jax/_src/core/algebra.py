@@ -147,6 +147,11 @@ def repeat_heads(x: Array, heads: int, *, tensor: bool = False) -> Array:
     return x if have in (1, heads) else jnp.repeat(x, heads // have, axis=axis)
 
 
+def rotated_width(width: int, state: Array | None) -> int:
+    """Width of rotated vectors: as given, or ``M * R`` by a state ``[B, T, H, M, L, R]``."""
+    return width if state is None or state.ndim < 6 else state.shape[3] * state.shape[5]
+
+
 def transform(state: Array, omega: Array) -> Array:
     """Applies the symmetry group to a state from the right.
 

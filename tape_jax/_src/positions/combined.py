@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tape_jax._src.core.checks import instance, require, set_field
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Encoding, Param, State
+from tape_jax._src.positions.protocol import Encoding, Param, State, drawn_for_all
 
 Array = jax.Array
 
@@ -108,8 +108,7 @@ class Combined(Encoding):
     @property
     def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
         """The kinds of drawn positions that all encodings take that read positions."""
-        takes = [x.takes_drawn for x in self.encodings if x.reads_positions]
-        return tuple(x for x in Encoding.takes_drawn if all(x in kinds for kinds in takes))
+        return drawn_for_all(self.encodings)
 
     @property
     def heads_per_query(self) -> int:  # type: ignore[override]

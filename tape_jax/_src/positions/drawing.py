@@ -27,10 +27,9 @@ class RandomPositions:
     Attributes:
       kind: ``spaced``: the i-th position is the i-th of a random subset of ``0 .. range - 1``, in
         order (Ruoss et al. 2023); ``stretched``: all positions times one log-uniform number from 1
-        to ``range / length``, not for ``learned``, ``t5`` and ``inkling``, which look up
-        whole positions;
-        ``shifted``: all positions plus one number from ``0 .. range - length``, a random start that
-        only encodings of absolute positions notice.
+        to ``range / length``, not for ``learned``, ``t5`` and ``inkling``, which look up whole
+        positions; ``shifted``: all positions plus one number from ``0 .. range - length``, a random
+        start that only encodings of absolute positions notice.
       range: drawn positions lie below it.
     """
 

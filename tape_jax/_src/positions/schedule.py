@@ -14,7 +14,7 @@ from tape_jax._src.core.checks import positive, require, set_field
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions import creation
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Encoding, OfLayer, Param, State
+from tape_jax._src.positions.protocol import Encoding, OfLayer, Param, State, drawn_for_all
 
 Array = jax.Array
 
@@ -120,8 +120,7 @@ class Layers(Encoding):
     @property
     def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
         """The kinds of drawn positions that all encodings that read positions take."""
-        takes = [x.takes_drawn for x in self.distinct if x.reads_positions]
-        return tuple(x for x in Encoding.takes_drawn if all(x in kinds for kinds in takes))
+        return drawn_for_all(self.distinct)
 
     def of_layers(self, num_layers: int) -> list[OfLayer]:
         encodings = list(itertools.islice(itertools.cycle(self.encodings), num_layers))

@@ -15,7 +15,6 @@ from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.cohere2 import COHERE2
 from tape_jax._src.pretrained.family import (
     ATTENTION,
-    BIASES,
     COMMON,
     FULL,
     HARMLESS,
@@ -33,6 +32,7 @@ from tape_jax._src.pretrained.family import (
     read_biases,
     slides,
     sliding_window,
+    write_biases,
 )
 from tape_jax._src.pretrained.gemma import GEMMA2, GEMMA3
 from tape_jax._src.pretrained.olmo3 import OLMO3, OLMO_NORMS
@@ -41,11 +41,7 @@ from tape_jax._src.pretrained.smollm3 import SMOLLM3
 
 
 def _write_llama(c: ModelConfig) -> Fields | None:
-    kinds = {biases: flags for flags, biases in BIASES.items()}
-    if c.biases not in kinds or not is_plain(c):
-        return None
-    attention, mlp = kinds[c.biases]
-    return {"attention_bias": attention, "mlp_bias": mlp}
+    return write_biases(c) if is_plain(c) else None
 
 
 def _write_mistral(c: ModelConfig) -> Fields | None:

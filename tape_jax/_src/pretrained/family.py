@@ -207,6 +207,12 @@ def read_biases(config: Mapping[str, Any]) -> Fields:
     return {"biases": BIASES[flag(config, "attention_bias"), flag(config, "mlp_bias")]}
 
 
+def write_biases(c: ModelConfig) -> Fields | None:
+    """Inverse of :func:`read_biases`; None if the flags cannot say which have biases."""
+    flags = {biases: flags for flags, biases in BIASES.items()}.get(c.biases)
+    return None if flags is None else {"attention_bias": flags[0], "mlp_bias": flags[1]}
+
+
 def period_of(config: Mapping[str, Any], default: int) -> int:
     """Returns the period of layers of another kind; ValueError unless a positive integer."""
     name = next((name for name in PATTERN if config.get(name) is not None), None)

@@ -8,7 +8,6 @@ from typing import Any
 from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.family import (
-    BIASES,
     Family,
     Fields,
     LayerKind,
@@ -21,6 +20,7 @@ from tape_jax._src.pretrained.family import (
     read_biases,
     slides,
     sliding_window,
+    write_biases,
 )
 
 
@@ -52,7 +52,7 @@ def _layers(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
 
 
 def _write(c: ModelConfig) -> Fields | None:
-    biases = {value: key for key, value in BIASES.items()}.get(c.biases)
+    biases = write_biases(c)
     layers = layers_of(c)
     if biases is None or layers is None or not is_plain(c, "layers"):
         return None
@@ -60,8 +60,7 @@ def _write(c: ModelConfig) -> Fields | None:
         return None
     window = sliding_window(layers)
     return {
-        "attention_bias": biases[0],
-        "mlp_bias": biases[1],
+        **biases,
         "no_rope_layers": [int(layer.rope is not None) for layer in layers],
         "use_sliding_window": window is not None,
         "sliding_window": window,

@@ -77,10 +77,9 @@ class PositionCoupling(Learned):
         super().__post_init__()
         for name in ("digits", "plus", "equals"):
             set_field(self, name, _token_ids(name, getattr(self, name)))
-        for name in ("extra_digits", "max_offset"):
-            value = getattr(self, name)
-            if value is not None or name == "max_offset":
-                not_negative(f"{self.kind}: {name}", value)
+        if self.extra_digits is not None:
+            not_negative(f"{self.kind}: extra_digits", self.extra_digits)
+        not_negative(f"{self.kind}: max_offset", self.max_offset)
         require(
             self.reverse_answer or self.extra_digits is not None,
             f"{self.kind}: answers that are not reversed need extra_digits: without it their ids "
