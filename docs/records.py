@@ -9,25 +9,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from research.lines import restored
+
 RECORDS = Path(__file__).parents[1] / "research" / "records"
 TRAINED = {"address_4x_again": 16, "passkey": 64, "recall": 16, "counting": 32}
 ALPHA = {"address_4x_again": 8.0}  # the demo's options
 LEARNED = 95  # per cent of the trained lengths
 
 Record = dict[str, Any]
-
-
-def merged(shared: Record, record: Record) -> Record:
-    """A record with what it shares with the others of its file."""
-    found = dict(shared)
-    for path, value in record.items():
-        *parents, last = path.split(".")
-        inner = found
-        for parent in parents:
-            inner[parent] = dict(inner.get(parent, {}))
-            inner = inner[parent]
-        inner[last] = value
-    return found
 
 
 @functools.cache
@@ -37,7 +26,7 @@ def reports(study: str) -> dict[tuple[str, float | None], dict[float, list[Recor
     shared = json.loads(head)["shared"]
     runs: dict[tuple[str, float | None], dict[float, list[Record]]] = {}
     for line in rest:
-        record = merged(shared, json.loads(line))
+        record = restored(shared, json.loads(line))
         model, position = record["experiment"]["model"], record["experiment"]["model"]["position"]
         usual = position.get("attention_mix", "heads") == "heads"
         if record["protocol"]["asked"] == "test" and usual and not model.get("random_positions"):

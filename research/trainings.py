@@ -662,7 +662,7 @@ def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:
     if ended.code == NON_FINITE_EXIT_CODE:
         return found | diverged
     if validated:
-        described = sweep.validate(folder).to_json()
+        described = sweep.validate(folder, ended.job.experiment.evaluation).to_json()
     else:
         record = evaluations.saved(folder)
         assert record is not None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from docs import records
+from research.lines import restored
 from tests.paths import ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -68,7 +69,7 @@ def test_sizes_are_those_on_record():
     headings = [row[0] for row in table()]
     for (study, factor), heading in zip(ROWS, headings, strict=True):
         head = (records.RECORDS / f"{study}.jsonl").read_text(encoding="utf-8").splitlines()
-        one = records.merged(json.loads(head[0])["shared"], json.loads(head[1]))["experiment"]
+        one = restored(json.loads(head[0])["shared"], json.loads(head[1]))["experiment"]
         task, model = one["task"], one["model"]
         length = task["sequence_length"] * factor if factor else records.TRAINED[study]
         assert f"{length:,}" in heading

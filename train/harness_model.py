@@ -258,7 +258,7 @@ class TapeJax(TemplateLM):
 
 def _report(what: str, worker: Scorer | Continuer) -> None:
     """Says how fast it went, and how much memory was planned."""
-    print(f"{what}: {worker.speed}; {worker.programs.memory}", file=sys.stderr, flush=True)
+    print(f"{what}: {worker.programs.speed}; {worker.programs.memory}", file=sys.stderr, flush=True)
 
 
 def _usual_length(folder: Path) -> int:

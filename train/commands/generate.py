@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> None:
         0 <= args.seed < 2**32, f"generate: --seed must be from 0 to 2**32 - 1; got {args.seed}"
     )
     require(all(args.prompt), "generate: a --prompt is empty")
+    require(all(args.stop), "generate: a --stop is empty")
     for prompt in args.prompt:
         is_text = prompt.encode(errors="ignore").decode() == prompt
         require(is_text, f"generate: the --prompt {prompt!r} is not UTF-8")

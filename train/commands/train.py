@@ -115,7 +115,7 @@ def _judge(args: argparse.Namespace, evaluation: Any, suite: Any) -> None:
         from train.training import metrics
 
         with metrics.Progress.of(f"validating {args.run.name}") as progress:
-            sweep.validate(args.run, progress)
+            sweep.validate(args.run, evaluation, progress)
 
 
 def parse_steps(text: str | None) -> range | None:

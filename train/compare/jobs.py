@@ -140,7 +140,6 @@ def plan(
     seeds: int,
     overrides: Sequence[str],
     settings: Sequence[Setting] = (Setting(),),
-    report: Callable[[str], None] = print,
 ) -> list[Job]:
     """Returns the trainings of a comparison, checked before anything is written.
 
@@ -153,7 +152,7 @@ def plan(
     require(seeds >= 1, f"compare: --seeds must be at least 1; got {seeds}")
     chosen = {name: choice.overrides(name) for name in names}
     require(len(set(names)) == len(names), f"compare: {choice.what} given twice: {names}")
-    report = functools.cache(report)  # Seeds and settings report the same.
+    report = functools.cache(print)  # Seeds and settings report the same.
     first_seed = experiment.from_file(config, overrides, report=lambda _: None).seed
     jobs, prepared = [], []
     seeds_of_each = range(first_seed, first_seed + seeds)

@@ -313,7 +313,7 @@ def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Se
             by_setting[job.setting] = []
             continue
         with metrics.Progress.of(f"validating {job.folder.name}") as progress:
-            result = sweep.validate(job.folder, progress)
+            result = sweep.validate(job.folder, job.experiment.evaluation, progress)
         by_setting[job.setting] = [result]
     table = sweep.table(task, results)
     write_atomically(folder / "sweep.txt", table + "\n")

@@ -176,17 +176,22 @@ def check(experiment: Experiment) -> None:
     loop.prepared(dataclasses.replace(experiment, evaluation=options), strict=True)
 
 
-def validate(folder: Path, progress: Progress | None = None) -> Result:
-    """Validates a finished run, or reads back its earlier result.
+def validate(folder: Path, evaluation: Any, progress: Progress | None = None) -> Result:
+    """Validates a finished run, or reads back an earlier result of the same questions.
 
     The result is written into the run folder as ``validation.json``.
+
+    Args:
+      folder: the run folder.
+      evaluation: options of the test; the validation asks other questions like it.
+      progress: shows how far it is.
 
     Raises:
       ValueError: if the folder is not a run, its training is not finished, its task has no
         validation, or a file in the way was not written here.
     """
     experiment = runs.load(folder)
-    task, options = experiment.task, validation_options(experiment.task, experiment.evaluation)
+    task, options = experiment.task, validation_options(experiment.task, evaluation)
     path, described = folder / "validation.json", options_to_json(options)
     record = saved_record(path, FORMAT)
     require(

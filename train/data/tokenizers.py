@@ -22,7 +22,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -262,15 +261,21 @@ def _roles_beside(path: Path) -> dict[str, str]:
     if not beside.is_file():
         return {}
     try:
-        config: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
+        config = json.loads(beside.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{beside} is not JSON: {error}") from error
-    entries = {role: config.get(f"{role}_token") for role in _SPECIAL_NAMES}
-    return {
-        role: entry["content"] if isinstance(entry, dict) else entry
-        for role, entry in entries.items()
-        if entry
-    }
+    require(isinstance(config, dict), f"{beside} must hold an object; got {type(config).__name__}")
+    found = {}
+    for role in _SPECIAL_NAMES:
+        entry = config.get(f"{role}_token")
+        text = entry.get("content") if isinstance(entry, dict) else entry
+        require(
+            isinstance(text, str) or entry is None,
+            f"{beside}: {role}_token must be text, or an object with content; got {entry!r}",
+        )
+        if text:
+            found[role] = text
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

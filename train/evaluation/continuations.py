@@ -14,7 +14,7 @@ import numpy as np
 from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
 from train.checks import require
 from train.evaluation import Progress, few_widths
-from train.evaluation.programs import Programs, Speed
+from train.evaluation.programs import Programs
 
 # Tokens that are written before a check whether they suffice: the largest of these numbers that
 # leaves no remainder, which would need another compiled program.
@@ -33,7 +33,6 @@ class Continuer:
       chunk: tokens of the prompts that are run at a time; None: all.
       enough: takes the continuations of a batch so far, [B, n], and says whether they suffice;
         None: all go on to a stop, or to the end.
-      speed: time and tokens so far.
       programs: those compiled, and the continuations that are kept, if any; those that ``enough``
         ends are not kept.
     """
@@ -45,7 +44,6 @@ class Continuer:
     batch_size: int = 16
     chunk: int | None = None
     enough: Callable[[np.ndarray], bool] | None = None
-    speed: Speed = dataclasses.field(default_factory=Speed)
     programs: Programs = dataclasses.field(default_factory=Programs)
 
     def run(
@@ -77,13 +75,13 @@ class Continuer:
             given = tokens, sizes, np.array(asked)
             key, written = self.programs.kept_result("continuations", given)
             if is_new := written is None:
-                with self.speed.measured():
+                with self.programs.speed.measured():
                     written = self._continue(tokens, sizes, max_new_tokens)
                 if self.enough is None:
                     self.programs.keep(key, written)
             answers = [self._until_stop(row) for row in written[: len(rows)]]
             if is_new:
-                self.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
+                self.programs.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
             yield rows, answers
 
     def _until_stop(self, row: np.ndarray) -> np.ndarray:

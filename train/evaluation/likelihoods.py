@@ -12,7 +12,7 @@ import numpy as np
 
 from tape_jax import Transformer
 from train.evaluation.continuations import batch_rows, batches, place
-from train.evaluation.programs import Programs, Speed
+from train.evaluation.programs import Programs
 from train.evaluation.window_losses import CHUNK
 from train.training import runs
 
@@ -54,7 +54,6 @@ class Scorer:
       model, variables: of the model.
       pad: the token of padding.
       batch_size: rows at once.
-      speed: time and tokens so far.
       programs: those compiled so far.
     """
 
@@ -62,7 +61,6 @@ class Scorer:
     variables: Any
     pad: int
     batch_size: int = 16
-    speed: Speed = dataclasses.field(default_factory=Speed)
     programs: Programs = dataclasses.field(default_factory=Programs)
 
     def run(self, given: Sequence[Given]) -> Iterator[tuple[np.ndarray, list[Likelihood]]]:
@@ -85,11 +83,11 @@ class Scorer:
             for line, row in zip(tokens, filled, strict=True):
                 line[: lengths[row]] = given[row].tokens
             arrays = tokens, starts[filled].astype(np.int32), lengths[filled].astype(np.int32)
-            with self.speed.measured():
+            with self.programs.speed.measured():
                 placed = place(self.model, arrays)
                 found = self.programs.run(_Score(self.model, places), self.variables, *placed)
                 sums, greedy = map(np.asarray, found)
-            self.speed.tokens += int(lengths[rows].sum())
+            self.programs.speed.tokens += int(lengths[rows].sum())
             pairs = zip(sums.tolist(), greedy.tolist(), strict=True)
             yield rows, [Likelihood(*pair) for pair in pairs][: len(rows)]
 

@@ -100,7 +100,7 @@ class Programs:
 
     Attributes:
       memory: of the largest so far; None: there is none.
-      speed: of :meth:`results`.
+      speed: time and tokens so far.
       kept: where :meth:`results` keeps and finds its results; None: nowhere.
     """
 

@@ -145,7 +145,7 @@ def noise(text: str, size: int) -> Passage:
     return Passage(repeated.text[:size], repeated._starts[:end])
 
 
-def read(source: str, text_field: str = "text") -> Background:
+def read(source: str) -> Background:
     """The background called ``source``, one of :mod:`train.data.sources` that holds text.
 
     Raises:
@@ -153,7 +153,7 @@ def read(source: str, text_field: str = "text") -> Background:
     """
     parts: list[str] = []
     size = 0
-    for document in get_source(source, text_field, load("bytes")).documents():
+    for document in get_source(source, "text", load("bytes")).documents():
         text = document.content
         if not isinstance(text, str):
             raise ValueError(f"the background {source!r} holds tokens; expected text")

@@ -192,7 +192,7 @@ def evaluate(
             if progress is not None:
                 progress(done, len(asker.keys))
     memory = str(continuer.programs.memory or "")
-    scores, speed = asker.scores(answers), str(continuer.speed)
+    scores, speed = asker.scores(answers), str(continuer.programs.speed)
     return SuiteResult(options.suite, step, trained_length, about, scores, speed, memory)
 
 

@@ -283,7 +283,6 @@ class Scrolls(Tokenized):
             pad=layout.pad,
             stop=layout.stop,
             batch_size=options.batch_size,
-            speed=programs.speed,
             programs=programs,
         )
         prompts = [question.prompt for question in questions.values()]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tape_jax.positions import Encoding
 from train.checks import require
 from train.experiment import Experiment, changed_fields, differences
 from train.training import runs
@@ -77,6 +78,12 @@ def describe(before: Experiment, now: Experiment, step: int) -> list[str]:
                 f"learning rate goes from {then[-1]:.3g} to {since[-1]:.3g} here, and a training "
                 "of so many steps would have had another one before"
             )
+        for encoding in now.model.position.members:
+            if type(encoding).loss is not Encoding.loss:
+                lines.append(
+                    f"what {encoding.kind!r} adds to the loss may depend on the share of steps "
+                    f"done, now of {now.train.steps}"
+                )
     return lines
 
 

@@ -32,7 +32,10 @@ class HeldOut:
         train, task = experiment.train, cast(Any, experiment.task)
         model = Transformer(experiment.model, sharding=sharding)
         self._batch_size, self._epoch = train.batch_size, task.training_sequences
-        batch = task.held_out_batch(train.batch_size // train.accumulate)
+        # Devices have equal numbers of rows; those that the text has not weigh 0.
+        parts = 1 if sharding is None else sharding.shards("batch")
+        rows = train.batch_size // train.accumulate
+        batch = task.held_out_batch(rows + -rows % parts)
         self._batch = batch if batch is None or sharding is None else sharding.place(batch)
         self._frozen = frozen
         self._best: tuple[float, int] | None = None

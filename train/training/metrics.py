@@ -326,9 +326,7 @@ class _Outputs:
         path = folder / "metrics.jsonl"
         cut(path, kept)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        self._board = tensorboardX.SummaryWriter(
-            str(folder / "tensorboard"), purge_step=kept + 1 if kept else None
-        )
+        self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=kept + 1)
         self._progress = Progress(total, start=start, label=folder.name)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

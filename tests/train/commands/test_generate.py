@@ -150,6 +150,7 @@ def test_an_adapter_on_a_folder(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--prompt="], "a --prompt is empty"),
+        (["--prompt=1+2", "--stop="], "a --stop is empty"),
         (["--prompt=1+2", "--new=0"], "--new must be at least 1"),
         (["--prompt=1+2", "--seed=4294967296"], "--seed must be from 0 to 2**32 - 1"),
         (["--prompt=1+2", "--top-k=3"], "need a positive --temperature"),

@@ -177,15 +177,19 @@ class TestValidation:
         trained = runs.TrainedRun(e, 1, Transformer(e.model), runs.init_variables(e))
         monkeypatch.setattr(runs, "restore_model", lambda folder, **_: trained)
         with pytest.raises(ValueError, match="is at step 1 of 2: finish it first"):
-            sweep.validate(folder)
+            sweep.validate(folder, e.evaluation)
         trained = trained._replace(step=2)
-        result = sweep.validate(folder)
+        result = sweep.validate(folder, e.evaluation)
         record = json.loads((folder / "validation.json").read_text())
         assert (record["step"], record["options"]["seed"]) == (2, 2**31)
         assert not (folder / "evaluation.json").exists()
         trained = None
-        assert sweep.validate(folder).to_json() == result.to_json()
+        assert sweep.validate(folder, e.evaluation).to_json() == result.to_json()
+        trained = runs.TrainedRun(e, 2, Transformer(e.model), runs.init_variables(e))
+        sweep.validate(folder, dataclasses.replace(e.evaluation, seed=1))
+        record = json.loads((folder / "validation.json").read_text())
+        assert record["options"]["seed"] == 2**31 + 1
 
         (folder / "validation.json").write_text("{}")
         with pytest.raises(ValueError, match="is not a validation written by this program"):
-            sweep.validate(folder)
+            sweep.validate(folder, e.evaluation)

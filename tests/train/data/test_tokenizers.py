@@ -119,15 +119,27 @@ class TestFiles:
         ("x.model", "is not a sentencepiece model"),
         ("x.txt", "is not a tokenizer: expected a name that ends in .json or .model"),
         ("absent.json", "there is no tokenizer '.*absent.json'"),
-        ("tokenizer.json", "tokenizer_config.json is not JSON"),
     ],
 )
 def test_what_is_no_tokenizer(tmp_path, name, message):
     if name.startswith("x."):
         (tmp_path / name).write_text("{}")
-    if name == "tokenizer.json":
-        tokenizer_files.hugging_face(tmp_path / name)
-        (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=message):
         tokenizers.load(str(tmp_path / name))
     assert tokenizers.fingerprint(str(tmp_path / "absent.json")) is None
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ("{", "tokenizer_config.json is not JSON"),
+        ("[]", "tokenizer_config.json must hold an object; got list"),
+        ('{"eos_token": {"id": 1}}', r"eos_token must be text, or .*; got \{'id': 1\}"),
+        ('{"bos_token": 3}', "bos_token must be text, or an object with content; got 3"),
+    ],
+)
+def test_what_is_no_description_of_a_tokenizer(tmp_path, roles, message):
+    tokenizer_files.hugging_face(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(roles)
+    with pytest.raises(ValueError, match=message):
+        tokenizers.load(str(tmp_path / "tokenizer.json"))

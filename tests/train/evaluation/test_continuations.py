@@ -41,8 +41,8 @@ def test_are_those_of_all_at_once():
     )
     assert [answer.tolist() for answer in found] == wanted
     assert calls == [(2, 5), (4, 5), (5, 5)]
-    assert continuer.speed.tokens == sum(map(len, [*prompts, *wanted]))
-    assert 0 < continuer.speed.compiling < continuer.speed.seconds
+    assert continuer.programs.speed.tokens == sum(map(len, [*prompts, *wanted]))
+    assert 0 < continuer.programs.speed.compiling < continuer.programs.speed.seconds
     assert continuer.programs.memory.parameters > 0
 
 
@@ -55,7 +55,7 @@ def test_a_killed_one_goes_on(tmp_path):
         programs = Programs(kept=KeptResults(Journal(path, "mine", {"step": 1})))
         continuer = Continuer(model, variables, pad=PAD, batch_size=2, programs=programs, **options)
         found = continuations(continuer, prompts, length, shapes=1)
-        return [answer.tolist() for answer in found], continuer.speed.tokens
+        return [answer.tolist() for answer in found], continuer.programs.speed.tokens
 
     wanted = alone.tolist()
     assert again() == (wanted, 28 + 5 * 6)

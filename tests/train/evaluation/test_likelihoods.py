@@ -43,7 +43,7 @@ def test_are_those_of_each_text_alone(kind, mesh):
     np.testing.assert_allclose([x.sum for x in ours], [x for x, _ in wanted], atol=1e-4)
     assert [x.greedy for x in ours] == [x for _, x in wanted]
     assert ours[-1].greedy
-    assert scorer.speed.tokens == sum(len(x.tokens) for x in given)
+    assert scorer.programs.speed.tokens == sum(len(x.tokens) for x in given)
 
 
 @pytest.mark.mostly_slow

@@ -52,6 +52,17 @@ def test_what_becomes_of_the_learning_rate_is_said(tiny, tmp_path):
     np.testing.assert_allclose(rates[6], 0.01 * np.mean([0.5, 0.43474]), rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("position", "adds"), [("tape", False), ("tape_relaxed_equivariance", True)]
+)
+def test_what_becomes_of_a_loss_of_the_encoding_is_said(position, adds):
+    overrides = [f"--config.model.position.kind={position}"]
+    before = experiment.change(an_experiment(**CONSTANT, steps=6), overrides)
+    now = experiment.change(before, ["--config.train.steps=14"])
+    lines = changes.describe(before, now, 6)
+    assert any(line.startswith(f"what {position!r} adds to the loss") for line in lines) == adds
+
+
 @pytest.mark.slow
 def test_when_it_is_saved_and_logged_may_change(tiny, tmp_path):
     loop.train(an_experiment(steps=6), tmp_path / "run")

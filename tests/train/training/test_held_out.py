@@ -68,6 +68,17 @@ def test_training_says_how_it_goes_and_is_the_same(wanted, tmp_path, monkeypatch
     chex.assert_trees_all_equal(final_state(tmp_path / "watched"), final_state(tmp_path / "alone"))
 
 
+def test_devices_share_its_rows_evenly(wanted):
+    """Also where they share more rows in training, of parts of sequences."""
+    values = experiment.to_json(wanted)
+    values["train"] |= {"batch_size": 4, "accumulate": 1}
+    values["sharding"] = {"data": 8}
+    parts = experiment.from_mapping(values)
+    sharding = parts.sharding.build(jax.devices())
+    watch = HeldOut(parts, sharding)
+    assert watch._batch["weights"].shape[0] == 8
+
+
 @pytest.mark.slow
 def test_a_rise_is_said(wanted):
     watch = HeldOut.of(wanted, None)

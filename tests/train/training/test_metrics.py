@@ -63,6 +63,19 @@ def test_resuming_cuts_what_lies_past_the_checkpoint(tmp_path):
     assert list(tmp_path.glob(".*")) == []
 
 
+@pytest.mark.parametrize("kept", [0, 6])
+def test_tensorboard_forgets_what_lies_past_the_checkpoint(tmp_path, monkeypatch, kept):
+    given = []
+    writer = metrics.tensorboardX.SummaryWriter
+    monkeypatch.setattr(
+        metrics.tensorboardX,
+        "SummaryWriter",
+        lambda folder, purge_step: given.append(purge_step) or writer(folder, purge_step),
+    )
+    run(tmp_path, kept, 10)
+    assert given == [kept + 1]
+
+
 @pytest.mark.parametrize("damaged", [b"\0" * 40, b"\xff\xfe", b"[1]", b'{"loss": 1}'])
 def test_damaged_lines_are_cut_when_a_run_goes_on_and_named_before(tmp_path, damaged):
     """As a power cut leaves them."""
