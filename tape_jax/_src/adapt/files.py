@@ -26,7 +26,7 @@ from tape_jax._src.adapt.identity import (
 )
 from tape_jax._src.adapt.rules import Rule, parse_rule, table, trainable_mask
 from tape_jax._src.core.checks import from_mapping, require, require_in_one_process, typed
-from tape_jax._src.core.files import write_atomically
+from tape_jax._src.core.files import import_safetensors, write_atomically
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
@@ -69,7 +69,7 @@ def save_adapter(
         parameters.
     """
     check_variables(variables)
-    safetensors = _safetensors()
+    safetensors = import_safetensors("adapter files")
     rules = [parse_rule(rule) for rule in rules]
     for name, x in flatten_dict(variables["params"], sep="/").items():
         require_in_one_process(name, x)
@@ -242,7 +242,7 @@ def _read_adapter(
     path: str | os.PathLike, *, values: bool = True
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The header of an adapter, and its tensors or only their shapes."""
-    safetensors = _safetensors()
+    safetensors = import_safetensors("adapter files")
     require(Path(path).is_file(), f"no adapter at {path}: expected a safetensors file")
     try:
         with safetensors.safe_open(path, framework="np") as file:
@@ -272,16 +272,3 @@ def _read_adapter(
 
 def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _safetensors() -> Any:
-    """The optional package, with its numpy part."""
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise NotImplementedError(
-            "adapter files need the package safetensors: pip install 'tape-jax[pretrained]' "
-            f"({error})"
-        ) from error
-    return safetensors

@@ -53,7 +53,8 @@ def add_tape(
       dtype: type of the new parameters; None: the model's ``param_dtype``.
       donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
       **options: of :class:`tape_jax.positions.Tape`, except those of the start state (``base``,
-        ``scaling``, ``axes``, ``partial_rotary_factor``, ``learn_base``), which are the model's.
+        ``scaling``, ``axes``, ``partial_rotary_factor``, ``learn_base``, ``still_heads``), which
+        are the model's.
 
     Returns:
       The model with ``tape`` in place of RoPE, and its variables. Existing arrays keep their type
@@ -67,10 +68,11 @@ def add_tape(
         _check_start(rope, model)
         fixed = {name: getattr(rope, name) for name in START_FIELDS}
         for name in options:
+            changed_by = {"base": "scale_theta", "scaling": "with_scaling"}.get(name)
             require(
                 name not in fixed,
-                f"add_tape: {name} is the model's own, {fixed.get(name)!r}: change it there first "
-                "(tape_jax.adapt.scale_theta, tape_jax.adapt.with_scaling)",
+                f"add_tape: {name} is the model's own, {fixed.get(name)!r}"
+                + (f": change it there first (tape_jax.adapt.{changed_by})" if changed_by else ""),
             )
         return positions.create("tape", **fixed, **options)
 
@@ -104,7 +106,8 @@ def with_encoding(
       variables: its variables; arrays or ShapeDtypeStructs.
       position: as ``ModelConfig.position``. If it has a rotary start and is a name or a mapping,
         the start options that it does not set (``base``, ``scaling``, ``axes``,
-        ``partial_rotary_factor``, ``learn_base``) are the model's; for ``fope`` only the base.
+        ``partial_rotary_factor``, ``learn_base``, ``still_heads``) are the model's; for ``fope``
+        only the base.
       key: random key for new parameters.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
       donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
@@ -297,7 +300,8 @@ def add_lora(
 def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
     """Adds the low-rank terms to their kernels: a plain model again, with full attention.
 
-    The sum is computed in at least float32 and rounded to the type of the kernel.
+    The sum is computed in at least float32 and rounded to the type of the kernel. Of
+    ShapeDtypeStructs in place of arrays the result has ShapeDtypeStructs.
 
     Raises:
       ValueError: if the model has no low-rank terms.
@@ -318,7 +322,8 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
 
     for name in [n.removesuffix("lora_a") for n in flat if n.endswith("/lora_a")]:
         factors = flat.pop(f"{name}lora_a"), flat.pop(f"{name}lora_b")
-        flat[f"{name}kernel"] = add(flat[f"{name}kernel"], *factors)
+        if not isinstance(kernel := flat[f"{name}kernel"], jax.ShapeDtypeStruct):
+            flat[f"{name}kernel"] = add(kernel, *factors)
     merged = replaced(model, lora=None, shifted_groups=None)
     return merged, {**variables, "params": unflatten_dict(flat, sep="/")}
 

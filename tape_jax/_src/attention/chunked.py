@@ -37,6 +37,7 @@ from tape_jax._src.attention.request import (
 from tape_jax._src.attention.visibility import Visibility, visible_blocks
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import positive
+from tape_jax._src.core.padding import pad_to_multiple
 from tape_jax._src.core.partition import once_differentiated
 
 Array = jax.Array
@@ -89,9 +90,9 @@ def attend(
     visibility = _padded_visibility(request.visibility, blocks)
     bias, source = _block_bias(request, blocks, jnp.asarray(visibility.query_offset))
     arrays = Arrays(
-        q=to_rows(pad(q, blocks.block_q, axis=1), request.kv_heads, blocks.block_q),
-        k=pad(k.transpose(0, 2, 1, 3), blocks.block_k, axis=2),
-        values=pad(request.values().transpose(0, 2, 1, 3), blocks.block_k, axis=2),
+        q=to_rows(pad_to_multiple(q, blocks.block_q, axis=1), request.kv_heads, blocks.block_q),
+        k=pad_to_multiple(k.transpose(0, 2, 1, 3), blocks.block_k, axis=2),
+        values=pad_to_multiple(request.values().transpose(0, 2, 1, 3), blocks.block_k, axis=2),
         bias=source,
         visibility=visibility,
     )
@@ -221,7 +222,7 @@ def _padded_pairs(x: Array, blocks: Blocks) -> Array:
     """Pads biases or masks ``[B|1, Hq|1, Tq|1, S|1]`` to whole blocks."""
     for axis, size in ((2, blocks.block_q), (3, blocks.block_k)):
         if x.shape[axis] > 1:
-            x = pad(x, size, axis=axis)
+            x = pad_to_multiple(x, size, axis)
     return x
 
 
@@ -240,17 +241,9 @@ def _padded_visibility(visibility: Visibility, blocks: Blocks) -> Visibility:
 def _padded_times(queries: Array, keys: Array, blocks: Blocks) -> tuple[Array, Array]:
     """Pads ``[B|1, Tq, ...]`` and ``[B|1, S, ...]`` to whole blocks with the last values."""
     return (
-        pad(queries, blocks.block_q, axis=1, mode="edge"),
-        pad(keys, blocks.block_k, axis=1, mode="edge"),
+        pad_to_multiple(queries, blocks.block_q, axis=1, mode="edge"),
+        pad_to_multiple(keys, blocks.block_k, axis=1, mode="edge"),
     )
-
-
-def pad(x: Array, size: int, *, axis: int, mode: str = "constant") -> Array:
-    """Pads ``axis`` to a multiple of ``size``."""
-    missing = -x.shape[axis] % size
-    if not missing:
-        return x
-    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)], mode=mode)
 
 
 def _scores(blocks: Blocks, arrays: Arrays, i: Array, j: Array) -> Array:

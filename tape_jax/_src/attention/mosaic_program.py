@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -23,6 +22,7 @@ from tape_jax._src.attention import pallas_attention
 from tape_jax._src.attention.pallas_blocks import Tile
 from tape_jax._src.attention.pallas_kernels import ZERO, KernelCall, Program
 from tape_jax._src.core.checks import require
+from tape_jax._src.core.padding import pad_to_multiple
 from tape_jax._src.core.partition import Named, batch_size
 
 Array = jax.Array
@@ -248,8 +248,6 @@ def _whole_blocks(name: str, x: Array, sizes: Mapping[str, int]) -> Array:
     if side is None:
         return x
     axis = pallas_attention.AXES[name].index("t" if side == "q" else "s")
-    missing = -x.shape[axis] % sizes[side]
     # Queries past the end see nothing: the decay of a row of zeros could be infinite.
     value = -math.inf if name == "query_decay" else 0
-    pads = [(0, missing if n == axis else 0) for n in range(x.ndim)]
-    return jnp.pad(x, pads, constant_values=value) if missing else x
+    return pad_to_multiple(x, sizes[side], axis, constant_values=value)

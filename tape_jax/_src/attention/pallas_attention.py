@@ -32,6 +32,7 @@ from tape_jax._src.attention.pallas_kernels import KernelCall
 from tape_jax._src.attention.request import Request, refuse, refuse_rows
 from tape_jax._src.attention.visibility import full_blocks, segments_meet, visible_blocks
 from tape_jax._src.core.devices import tile_size
+from tape_jax._src.core.padding import pad_to
 from tape_jax._src.core.partition import Named, batch_size, over_batch_and_heads
 
 Array = jax.Array
@@ -122,8 +123,7 @@ def _arrays(request: Request, narrowest: int) -> Named:
     q, k = request.rotated()
 
     def padded(x: Array) -> Array:
-        missing = max(tile_size(x.shape[-1]), narrowest) - x.shape[-1]
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+        return pad_to(x, max(tile_size(x.shape[-1]), narrowest), -1)
 
     arrays = {
         "q": padded(q),

@@ -41,12 +41,7 @@ def _check_release() -> None:
 
 
 def _check_device() -> None:
-    capability = devices.compute_capability()
-    if capability is None:
-        raise NotImplementedError(
-            f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}; interpret=True runs on "
-            "any device"
-        )
+    capability = devices.gpu_capability("; interpret=True runs on any device")
     refuse(
         capability[0] not in PROGRAMS,
         "needs an Ampere, Ada or Hopper GPU, compute capability 8.x or 9.0; this one has "

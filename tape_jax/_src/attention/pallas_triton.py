@@ -28,13 +28,9 @@ Array = jax.Array
 
 def check(request: Request) -> None:
     """Raises NotImplementedError unless the kernels can do this call on this machine."""
-    _check_device(request.interpret)
-    pallas_attention.check_call(request)
-
-
-def _check_device(interpret: bool) -> None:
-    if not interpret:
+    if not request.interpret:
         devices.check_triton()
+    pallas_attention.check_call(request)
 
 
 def attend(

@@ -29,6 +29,7 @@ from tape_jax._src.attention.request import Request, from_rows, refuse, refuse_r
 from tape_jax._src.attention.visibility import Band, Visibility
 from tape_jax._src.attention.zigzag import CHUNKS, check_chunks, exchange, on_devices
 from tape_jax._src.core.checks import choose, positive, require
+from tape_jax._src.core.padding import pad_to_multiple
 from tape_jax._src.core.sharding import Axes, Sharding
 
 Array = jax.Array
@@ -296,7 +297,7 @@ def _on_device(ring: _Ring, inputs: _Inputs) -> Array:
     def chunks(x: Array, block: int, mode: str = "constant") -> Array:
         """Reshapes ``[B, 2C, ...]`` to ``[2, B, C', ...]``."""
         x = jnp.moveaxis(x.reshape(x.shape[0], CHUNKS, -1, *x.shape[2:]), 1, 0)
-        return chunked.pad(x, block, axis=2, mode=mode)
+        return pad_to_multiple(x, block, 2, mode=mode)
 
     def heads_first(x: Array) -> Array:
         return chunks(x, block_k).swapaxes(2, 3)

@@ -20,7 +20,6 @@ import numpy as np
 
 from tape_jax._src.attention.request import Request, refuse, refuse_rows
 from tape_jax._src.attention.visibility import Band, Visibility
-from tape_jax._src.core import devices
 from tape_jax._src.core.partition import Named, differentiable_over_batch_and_heads
 
 Array = jax.Array
@@ -207,31 +206,6 @@ def _rows_that_see(call: VendorCall, args: Named) -> Array | None:
     return None if pairs is None else jnp.any(pairs, axis=(1, -1))
 
 
-def check_gpu(interpret: bool, oldest: tuple[int, int], architecture: str) -> None:
-    """Raises NotImplementedError if ``interpret``, or without a GPU from ``oldest`` on."""
-    refuse(interpret, "the kernel has no interpreted mode")
-    capability = devices.compute_capability()
-    if capability is None:
-        raise NotImplementedError(f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}")
-    refuse(
-        capability < oldest,
-        f"needs a GPU of compute capability {oldest[0]}.{oldest[1]} ({architecture}) or later; "
-        f"this one has {capability[0]}.{capability[1]}",
-    )
-
-
 def wide_types_enabled() -> bool:
     """Returns whether 64-bit types are enabled in jax."""
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
-
-
-def pad_to(x: Array, size: int, axis: int) -> Array:
-    """Pads ``axis`` to ``size`` with zeros."""
-    missing = size - x.shape[axis]
-    pads = [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)]
-    return jnp.pad(x, pads) if missing else x
-
-
-def round_up(n: int, size: int) -> int:
-    """Rounds up to a multiple of ``size``."""
-    return -(-n // size) * size

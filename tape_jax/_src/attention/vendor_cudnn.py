@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.attention.request import Request, refuse
-from tape_jax._src.attention.vendor import Vendor, VendorCall, check_gpu, pad_to, round_up
+from tape_jax._src.attention.vendor import Vendor, VendorCall
 from tape_jax._src.core import devices
+from tape_jax._src.core.padding import pad_to, round_up
 from tape_jax._src.core.partition import Named, first_derivative_only
 
 Array = jax.Array
@@ -31,7 +32,8 @@ class Cudnn(Vendor):
     types = ("bfloat16", "float16")
 
     def check_device(self, interpret: bool) -> None:
-        check_gpu(interpret, (8, 0), "Ampere")
+        refuse(interpret, "the kernel has no interpreted mode")
+        devices.check_ampere()
         x = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
         try:
             jax.eval_shape(

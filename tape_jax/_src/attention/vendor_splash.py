@@ -16,8 +16,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from tape_jax._src.attention.request import Request, from_rows, refuse, to_rows
-from tape_jax._src.attention.vendor import Vendor, VendorCall, pad_to, round_up, wide_types_enabled
+from tape_jax._src.attention.vendor import Vendor, VendorCall, wide_types_enabled
 from tape_jax._src.core.checks import check_fields, require
+from tape_jax._src.core.padding import pad_to, round_up
 from tape_jax._src.core.partition import Named
 
 Array = jax.Array

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax._src.lib import cuda_versions
 
 from tape_jax._src.attention.request import Request, refuse
-from tape_jax._src.attention.vendor import Vendor, VendorCall, pad_to, round_up, wide_types_enabled
+from tape_jax._src.attention.vendor import Vendor, VendorCall, wide_types_enabled
 from tape_jax._src.core import devices
+from tape_jax._src.core.padding import pad_to, round_up
 from tape_jax._src.core.partition import Named
 
 Array = jax.Array
@@ -45,11 +46,7 @@ class Tokamax(Vendor):
 
     def here(self) -> str:
         """Returns the first kernel that runs on this machine."""
-        capability = devices.compute_capability()
-        if capability is None:
-            raise NotImplementedError(
-                f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}"
-            )
+        capability = devices.gpu_capability()
         for name in self.kernels:
             first, last, _ = self.CAPABILITIES[name]
             if first <= capability < last:

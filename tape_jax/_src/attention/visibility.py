@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.core.checks import refuse
+from tape_jax._src.core.padding import pad_to_multiple
 
 Array = jax.Array
 
@@ -262,6 +263,6 @@ def segments_meet(segments: tuple[Array, Array], block_q: int, block_k: int) -> 
 
 def _id_ranges(ids: Array, size: int) -> tuple[Array, Array]:
     """Return the smallest and the largest id of each block, ``[B|1, blocks]``."""
-    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
+    ids = pad_to_multiple(ids, size, 1, mode="edge")
     ids = ids.reshape(ids.shape[0], -1, size)
     return ids.min(axis=-1), ids.max(axis=-1)

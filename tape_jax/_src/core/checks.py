@@ -41,13 +41,14 @@ def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None =
 
 def choose(
     what: str, value: Any, allowed: Iterable[Any], aliases: Mapping[str, str] | None = None
-) -> None:
-    """Raises ValueError unless ``value`` is in ``allowed``; ``aliases``: see :func:`nearest`."""
+) -> Any:
+    """Returns ``value``, which must be in ``allowed``; ``aliases``: see :func:`nearest`."""
     allowed = tuple(allowed)
     if value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
         hint = nearest(value, allowed, aliases)
         raise ValueError(f"unknown {what} {value!r}: expected one of {names}{hint}")
+    return value
 
 
 def require(condition: bool, message: str) -> None:
@@ -235,8 +236,7 @@ def type_name(what: str, value: Any, allowed: Iterable[Any]) -> Any:
         name = None if value is None else np.dtype(value).name
     except TypeError:
         name = value
-    choose(what, name, allowed)
-    return name
+    return choose(what, name, allowed)
 
 
 def set_field(value: Any, name: str, to: Any) -> None:
@@ -322,10 +322,18 @@ def require_x64(hint: str = "", **types: Any) -> None:
 
 
 def from_mapping(cls: type, values: dict[str, Any], *, what: str) -> Any:
-    """Builds the dataclass ``cls``; an unknown field is an error that names the nearest one."""
-    fields = [f.name for f in dataclasses.fields(cls) if f.init]
+    """Builds the dataclass ``cls``.
+
+    Raises:
+      ValueError: for an unknown field, naming the nearest one; if a field without a default is
+        missing.
+    """
+    fields = {f.name: (f.default, f.default_factory) for f in dataclasses.fields(cls) if f.init}
     for name in values:
         require_field(name, fields, what)
+    needed = [name for name, both in fields.items() if both == (dataclasses.MISSING,) * 2]
+    missing = [name for name in needed if name not in values]
+    require(not missing, f"{what} lacks {', '.join(missing)}; got {values}")
     return cls(**values)
 
 

@@ -7,8 +7,8 @@ import warnings
 
 import jax
 
-# The oldest compute capability with what Pallas' kernels for Triton need: Ampere's.
-OLDEST = (8, 0)
+# Ampere's compute capability, the least for kernels of Triton and cuDNN.
+AMPERE = (8, 0)
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -33,16 +33,31 @@ def _be_quiet() -> None:
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
 
 
-def check_triton() -> None:
-    """Raises NotImplementedError unless this process's first GPU runs Triton's kernels."""
+def gpu_capability(hint: str = "") -> tuple[int, int]:
+    """Compute capability of this process's first GPU.
+
+    Raises:
+      NotImplementedError: without a CUDA GPU; the message ends with ``hint``.
+    """
     capability = compute_capability()
     if capability is None:
         raise NotImplementedError(
-            f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}; interpret=True runs "
-            "the kernels slowly anywhere"
+            f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}{hint}"
         )
-    if capability < OLDEST:
+    return capability
+
+
+def check_ampere(hint: str = "") -> None:
+    """Raises NotImplementedError as :func:`gpu_capability` does, and for GPUs older than Ampere."""
+    capability = gpu_capability(hint)
+    if capability < AMPERE:
         raise NotImplementedError(
-            f"needs a GPU of compute capability 8.0 (Ampere) or later; this one has {capability}"
+            "needs a GPU of compute capability 8.0 (Ampere) or later; this one has "
+            f"{capability[0]}.{capability[1]}"
         )
+
+
+def check_triton() -> None:
+    """Raises NotImplementedError unless this process's first GPU runs Triton's kernels."""
+    check_ampere("; interpret=True runs the kernels slowly anywhere")
     _be_quiet()

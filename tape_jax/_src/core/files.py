@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) -> None:
@@ -25,6 +26,21 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) 
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def import_safetensors(what: str) -> Any:
+    """Imports the optional package with its numpy part.
+
+    Raises:
+      NotImplementedError: if it is not installed; ``what`` names those that need it.
+    """
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise NotImplementedError(
+            f"{what} need the package safetensors: pip install 'tape-jax[pretrained]' ({error})"
+        ) from error
+    return safetensors
 
 
 def sync(path: Path) -> None:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import (
     FLOATS,
-    choose,
     positive,
     require,
     require_x64,
     type_name,
     typed,
 )
+from tape_jax._src.core.padding import pad_to
 from tape_jax._src.core.segments import PADDING, places, without_padding
 from tape_jax._src.core.sharding import Model
 from tape_jax._src.model.config import LayerStack, ModelConfig
@@ -135,11 +135,12 @@ def init_cache(
     batch_size, capacity = positive("batch_size", batch_size), positive("capacity", capacity)
     dtype = type_name("the cache's dtype", dtype or c.dtype, FLOATS)
     state_dtype = type_name("the cache's state_dtype", state_dtype, (None, *FLOATS))
+    kinds = ("int32", "float32", "float64")
+    position_dtype = type_name("position_dtype", position_dtype, kinds)
     require_x64(
         dtype=dtype, state_dtype=state_dtype or c.state_dtype, position_dtype=position_dtype
     )
     check_length(model, capacity, what="a cache")
-    choose("position_dtype", jnp.dtype(position_dtype).name, ("int32", "float32", "float64"))
     if length is not None:
         length = jnp.broadcast_to(jnp.int32(as_length(length, (batch_size,))), (batch_size,))
     layers, kept = _layers(model, batch_size, capacity, dtype, state_dtype)
@@ -178,16 +179,20 @@ def check_cache(model: Model, cache: Cache) -> None:
         "the cache is of another encoding, {!r}; this model has {!r}".format(*kinds),
     )
 
+    given = (cache.layers, cache.kept)
+    expected = _layers(model, len(cache.tokens), cache.capacity, model.config.dtype)
+    check_shapes(given, expected, "model: its layers are {}; this one's are {}")
+
+
+def check_shapes(given: Any, expected: Any, message: str) -> None:
+    """Raises ValueError unless two trees have equal paths and shapes; ``message`` takes both."""
+
     def shapes(layers: Any) -> str:
         names = jax.tree_util.tree_leaves_with_path(layers)
         return ", ".join(f"{jax.tree_util.keystr(path)} {x.shape}" for path, x in names)
 
-    given = shapes((cache.layers, cache.kept))
-    expected = shapes(_layers(model, len(cache.tokens), cache.capacity, model.config.dtype))
-    require(
-        given == expected,
-        f"the cache is of another model: its layers are {given}; this one's are {expected}",
-    )
+    both = shapes(given), shapes(expected)
+    require(both[0] == both[1], f"the cache is of another {message}".format(*both))
 
 
 def _layers(
@@ -273,10 +278,18 @@ def empty_layer(
     config: ModelConfig, batch_size: int, capacity: int, *, updates: bool
 ) -> LayerCache:
     """Return the empty cache of one layer; ``updates``: whether it updates the state."""
+    batch_size, capacity = positive("batch_size", batch_size), positive("capacity", capacity)
+    return _empty(layer_shapes(config, batch_size, capacity, updates=updates))
+
+
+def layer_shapes(
+    config: ModelConfig, batch_size: int, capacity: int, *, updates: bool
+) -> LayerCache:
+    """Return the cache of one layer with ShapeDtypeStructs in place of arrays."""
     blocks = (LayerStack(range(1), OfLayer(config.position, None, updates)),)
     types = config.carried_dtype.name, config.dtype
     (layer,), _ = _layers_of(config, blocks, batch_size, capacity, *types, None)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layer)
 
 
 @typed
@@ -310,8 +323,7 @@ def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
     )
 
     def grow(x: Array, axis: int) -> Array:
-        pads = [(0, capacity - old if i == axis else 0) for i in range(x.ndim)]
-        return jnp.pad(x, pads)
+        return pad_to(x, capacity, axis)
 
     return dataclasses.replace(
         cache,
@@ -438,10 +450,8 @@ def _as_slots(old: Array, new: Array) -> Array:
 
 def keep(cache: Cache, new: dict[str, Array], index: Array | int) -> dict[str, Array]:
     """``Cache.kept`` with what new tokens, ``[B, T, H, ...]``, add from the slot ``index`` on."""
-    return {
-        name: jax.lax.dynamic_update_slice_in_dim(old, _as_slots(old, new[name]), index, axis=2)
-        for name, old in cache.kept.items()
-    }
+    added = {name: _as_slots(old, new[name]) for name, old in cache.kept.items()}
+    return write_cache(cache.kept, added, index)
 
 
 def with_entries(cache: LayerCache, new: LayerCache, index: Array | int) -> LayerCache:
@@ -458,10 +468,8 @@ def with_entries(cache: LayerCache, new: LayerCache, index: Array | int) -> Laye
     return jax.tree.map(choose_slot, cache, new)
 
 
-def write_cache(
-    cache: LayerCache, new: LayerCache, index: Array | int, *, axis: int = 2
-) -> LayerCache:
-    """Overwrites the slots of a cache from ``index`` on, along ``axis``, by ``new``.
+def write_cache(cache: Any, new: Any, index: Array | int, *, axis: int = 2) -> Any:
+    """Overwrites the slots of a :class:`LayerCache`, or of arrays like its, from ``index`` on.
 
     ``new`` may hold all keys, rewritten.
     """

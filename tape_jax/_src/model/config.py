@@ -185,12 +185,7 @@ def _projections(what: str, names: Any) -> tuple[str, ...]:
 
 def _one_of_names(what: str, *allowed: Any) -> Callable[[str, Any], Any]:
     """A check that a value is one of these."""
-
-    def check(_: str, value: Any) -> Any:
-        choose(what, value, allowed)
-        return value
-
-    return check
+    return lambda _, value: choose(what, value, allowed)
 
 
 def _one_of(what: str, *allowed: Any) -> Callable[[str, Any], Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,24 +43,21 @@ ROUTER_LOSSES = ("balance", "z")
 PRODUCT = "expert_product"
 
 
-class Routing(NamedTuple):
-    """The experts that tokens take, and their weights.
+def route(logits: Array, experts: Experts) -> tuple[Array, Array]:
+    """Selects the most probable experts.
 
-    Attributes:
-      chosen: numbers of experts, int32 ``[..., k]``.
-      weights: of their outputs, ``[..., k]``, in the type of the logits.
+    Args:
+      logits: ``[..., E]``, in at least float32.
+      experts: how many are selected, and whether their weights are normalized.
+
+    Returns:
+      The numbers of the experts, int32 ``[..., k]``, and the weights of their outputs, ``[..., k]``
+      in the type of the logits.
     """
-
-    chosen: Array
-    weights: Array
-
-
-def route(logits: Array, experts: Experts) -> Routing:
-    """Selects the most probable experts, from logits ``[..., E]`` in at least float32."""
     weights, chosen = lax.top_k(jax.nn.softmax(logits), experts.per_token)
     if experts.normalize:
         weights = weights / weights.sum(-1, keepdims=True)
-    return Routing(chosen, weights)
+    return chosen, weights
 
 
 def router_logits(x: Array, kernel: Array, sharding: Sharding | None = None) -> Array:

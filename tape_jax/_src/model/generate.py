@@ -34,7 +34,14 @@ from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import PADDING, places
 from tape_jax._src.model import placement
 from tape_jax._src.model.by_layer import loop_over_tokens
-from tape_jax._src.model.cache import Cache, append, check_length, init_cache, last_segment
+from tape_jax._src.model.cache import (
+    Cache,
+    append,
+    check_cache,
+    check_length,
+    init_cache,
+    last_segment,
+)
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_inputs, check_variables
 from tape_jax._src.positions.protocol import as_positions, check_indices, default_positions, on_axes
@@ -149,14 +156,14 @@ def pad_prompts(
     Args:
       prompts: integers ``[B, P]``, or ``B`` non-empty sequences of integers.
       pad_id: token id of padding.
-      vocab_size: if given, ids that are not below it are refused.
+      vocab_size: number of token ids; None: as many as 32 bits hold.
 
     Returns:
       Tokens int32 ``[B, P]``, and the length of each prompt, int32 ``[B]``.
 
     Raises:
-      ValueError: if there is no prompt, an empty one, or one whose ids are not integers or not in
-        the vocabulary; a traced array is checked for shape and type only.
+      ValueError: if there is no prompt, an empty one, or one whose ids are not integers from 0 to
+        ``vocab_size - 1``; a traced array is checked for shape and type only.
     """
     if isinstance(prompts, jax.Array | np.ndarray):
         require(
@@ -388,9 +395,10 @@ def decode(
       where logits were NaN, as they are once a cache is full.
 
     Raises:
-      ValueError: if the cache is too small, unless it is traced.
+      ValueError: if the cache is too small, unless it is traced, or not of this model.
     """
     check_variables(variables)
+    check_cache(model, cache)
     max_new_tokens = positive("max_new_tokens", max_new_tokens)
     batch = cache.tokens.shape[0]
     token = as_integers("token", token)
@@ -543,15 +551,16 @@ def _stop_ids(stop: Iterable[int] | Array | None, vocab_size: int) -> Array | No
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int | None) -> Array:
-    """Integer token ids as int32; ValueError if they are not, or not in the vocabulary."""
+    """Integer token ids as int32; ValueError if they are not, do not fit or are no vocabulary's."""
     require(
         jnp.issubdtype(ids.dtype, jnp.integer),
         f"{name} must hold integer token ids; got {ids.dtype}",
     )
-    if vocab_size is not None and not isinstance(ids, jax.core.Tracer):
+    if not isinstance(ids, jax.core.Tracer):
         low, high = int(ids.min()), int(ids.max())
+        last = (2**31 if vocab_size is None else vocab_size) - 1
         require(
-            low >= 0 and high < vocab_size,
-            f"{name} must hold token ids in 0..{vocab_size - 1}; got ids from {low} to {high}",
+            low >= 0 and high <= last,
+            f"{name} must hold token ids in 0..{last}; got ids from {low} to {high}",
         )
     return jnp.asarray(ids, jnp.int32)

@@ -27,7 +27,6 @@ from tape_jax._src.positions.protocol import (
     Encoding,
     State,
     as_length,
-    as_positions,
     default_positions,
     on_axes,
 )
@@ -240,8 +239,6 @@ def check_call(
             "with a cache, the key of a draw is the cache's: give init_cache key=, in place of "
             "the random stream 'positions'",
         )
-    if positions is not None:
-        as_positions(positions)
     if sharding is not None:
         check_sharded(sharding, model.config, tokens, initial_state, cache)
 

@@ -29,6 +29,25 @@ from tape_jax._src.positions.protocol import Param
 Array = jax.Array
 
 
+def normalized(x: Array, scale: Array, eps: float, *, centred: bool = False) -> Array:
+    """``x`` over its root mean square, times ``scale``; ``centred``: LayerNorm's, without bias.
+
+    Args:
+      x: ``[..., D]``.
+      scale: ``[D]``.
+      eps: added to the mean square.
+      centred: whether the mean is subtracted first.
+
+    Returns:
+      ``[..., D]``, in at least float32.
+    """
+    wide = x.astype(algebra.at_least_float32(x.dtype))
+    if centred:
+        wide = wide - wide.mean(-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    return wide * inverse * scale.astype(wide.dtype)
+
+
 class Norm(nn.Module):
     """Root mean square norm (Zhang and Sennrich 2019) or LayerNorm without bias, as configured.
 
@@ -43,12 +62,9 @@ class Norm(nn.Module):
         init = nn.initializers.zeros if c.zero_centered_norms else nn.initializers.ones
         spec = Param((x.shape[-1],), init, (None,))
         scale = create(self, "scale", spec, c.param_dtype, role="norms")
-        wide = x.astype(algebra.at_least_float32(x.dtype))
-        scale = scale.astype(wide.dtype) + c.zero_centered_norms
-        if c.norm == "layer":
-            wide = wide - wide.mean(-1, keepdims=True)
-        inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + c.norm_eps)
-        return (wide * inverse * scale).astype(c.dtype)
+        if c.zero_centered_norms:
+            scale = scale.astype(algebra.at_least_float32(x.dtype)) + 1
+        return normalized(x, scale, c.norm_eps, centred=c.norm == "layer").astype(c.dtype)
 
 
 class Linear(nn.Module):

@@ -88,11 +88,17 @@ def restack(
         if OUTSIDE in leaves:
             result[path] = leaves[OUTSIDE]
             continue
-        for first in leaves:
+        for first, leaf in leaves.items():
             require(
                 first in sources,
                 f"parameters have layers_{first}, the model has "
                 f"{', '.join(f'layers_{a}' for a in sources)}",
+            )
+            count = len(sources[first])
+            require(
+                not old.config.scan_layers or leaf.shape[:1] == (count,),
+                f"{block_name(first, path)} must hold {count} layers on its first axis, as the "
+                f"model has; got the shape {leaf.shape}",
             )
         made: dict[str, Any] = {}
         rows = {layer: (first, row) for first in leaves for row, layer in enumerate(sources[first])}

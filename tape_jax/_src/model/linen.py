@@ -11,7 +11,7 @@ from tape_jax._src.core.algebra import float_type
 from tape_jax._src.core.checks import check_fields, require_x64
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.model import one_attention
-from tape_jax._src.model.cache import LayerCache
+from tape_jax._src.model.cache import LayerCache, empty_layer
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions import update_state
 from tape_jax._src.positions.protocol import State
@@ -212,7 +212,7 @@ class Attention(nn.Module):
     def init_cache(self, hidden_size: int, batch_size: int, capacity: int) -> LayerCache:
         """Return an empty cache for ``batch_size`` sequences of up to ``capacity`` tokens."""
         config = self._config(hidden_size)
-        return one_attention.start_cache(config, batch_size, capacity, updates=self.updates)
+        return empty_layer(config, batch_size, capacity, updates=self.updates)
 
     @nn.nowrap
     def _config(self, hidden_size: int) -> ModelConfig:
@@ -228,5 +228,4 @@ class Attention(nn.Module):
             attention_implementation=self.implementation,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
-            scan_layers=False,
         )

@@ -12,7 +12,7 @@ from tape_jax._src.core.algebra import float_type
 from tape_jax._src.core.checks import require_x64, typed
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.model import one_attention
-from tape_jax._src.model.cache import LayerCache
+from tape_jax._src.model.cache import LayerCache, empty_layer
 from tape_jax._src.positions import update_state
 from tape_jax._src.positions.protocol import Param, State
 from tape_jax._src.positions.tape.encoding import update_params
@@ -167,7 +167,6 @@ class Attention(nnx.Module):
             attention_implementation=implementation,
             dtype=dtype,
             param_dtype=param_dtype,
-            scan_layers=False,
         )
         require_x64(dtype=self.config.dtype, param_dtype=self.config.param_dtype)
         self.updates, self.qk_norm = updates, qk_norm
@@ -222,7 +221,7 @@ class Attention(nnx.Module):
 
     def init_cache(self, batch_size: int, capacity: int) -> LayerCache:
         """Return an empty cache for ``batch_size`` sequences of up to ``capacity`` tokens."""
-        return one_attention.start_cache(self.config, batch_size, capacity, updates=self.updates)
+        return empty_layer(self.config, batch_size, capacity, updates=self.updates)
 
     def _specs(self) -> dict[str, Param]:
         return one_attention.attention_params(self.config, qk_norm=self.qk_norm)

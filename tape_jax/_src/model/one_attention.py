@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.attention import attention
-from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import concrete, positive, require
+from tape_jax._src.core.checks import concrete, require
 from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import places
 from tape_jax._src.model.attention_layer import prepared
-from tape_jax._src.model.cache import LayerCache, empty_layer
+from tape_jax._src.model.cache import LayerCache, check_shapes, layer_shapes
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.inputs import Context, check_initial_state
+from tape_jax._src.model.layers import normalized
 from tape_jax._src.model.parameters import full_name, kernel_std
 from tape_jax._src.positions.protocol import (
     Encoding,
@@ -46,7 +46,9 @@ def layer_config(hidden_size: int, num_heads: int, *, updates: bool, **options: 
         the modules do not have.
     """
     # Two layers: the last layer of a model updates no state.
-    config = ModelConfig(1, hidden_size, num_layers=2, num_heads=num_heads, **options)
+    config = ModelConfig(
+        1, hidden_size, num_layers=2, num_heads=num_heads, scan_layers=False, **options
+    )
     encoding = config.position
     require(
         config.position.of_layers(1)[0].member is None,
@@ -117,14 +119,6 @@ def attention_params(config: ModelConfig, *, qk_norm: bool) -> dict[str, Param]:
     return specs | {full_name(ENCODING, name): spec for name, spec in own.items()}
 
 
-def start_cache(
-    config: ModelConfig, batch_size: int, capacity: int, *, updates: bool
-) -> LayerCache:
-    """Return the empty cache of one layer."""
-    batch_size, capacity = positive("batch_size", batch_size), positive("capacity", capacity)
-    return empty_layer(config, batch_size, capacity, updates=updates)
-
-
 def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> Any:
     """Return the mesh axes of the results on a mesh with explicit axes."""
     _, attended, cache = shapes
@@ -164,6 +158,8 @@ def attend(
         f"x must have shape [..., T, {c.hidden_size}] and not be empty; got {x.shape}",
     )
     check_initial_state(encoding, state)
+    if cache is not None:
+        _check_cache(c, x, cache, index, updates=updates)
     context = _context(c, x, positions, segment_ids, mask, is_causal, cache, index)
     if state is None and encoding.reads_start:
         time, length = x.shape[-2], context.positions.shape[-1]
@@ -180,7 +176,9 @@ def attend(
         kernel = params[name].astype(c.dtype)
         split = (x.astype(c.dtype) @ kernel).reshape(*x.shape[:-1], n, c.dim)
         scale = params.get(f"{name}_norm")
-        return split if scale is None else _normalized(split, scale, c.norm_eps)
+        if scale is None:
+            return split
+        return normalized(split, scale, c.norm_eps).astype(split.dtype)
 
     q, k, v = heads("q", c.num_heads), heads("k", c.kv_heads), heads("v", c.kv_heads)
     prefix = full_name(ENCODING, "")
@@ -203,10 +201,28 @@ def attend(
     return out, attended, seen.cache
 
 
-def _normalized(x: Array, scale: Array, eps: float) -> Array:
-    wide = x.astype(at_least_float32(x.dtype))
-    inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
-    return (wide * inverse * scale.astype(wide.dtype)).astype(x.dtype)
+def _check_cache(
+    config: ModelConfig, x: Array, cache: LayerCache, index: Array | int, *, updates: bool
+) -> None:
+    """Raises ValueError unless tokens can be written into a cache from ``index`` on."""
+    batch, slots, time = cache.k.shape[0], cache.k.shape[-2], x.shape[-2]
+    require(
+        x.ndim == 3 and x.shape[0] == batch and time <= slots,
+        f"with a cache of {batch} sequences and {slots} slots, x must have shape [{batch}, T, "
+        f"{config.hidden_size}] with T <= {slots}; got {x.shape}",
+    )
+    expected = layer_shapes(config, batch, slots, updates=updates)
+    check_shapes(cache, expected, "layer: it has {}; this one's has {}")
+    shape, dtype = jnp.shape(index), jnp.result_type(index)
+    require(
+        shape == () and jnp.issubdtype(dtype, jnp.integer),
+        f"index must be an integer, of all rows; got {dtype} of shape {shape}",
+    )
+    used = concrete(index)
+    require(
+        used is None or 0 <= int(used) <= slots - time,
+        f"{time} tokens do not fit into a cache of capacity {slots} with {used} in use",
+    )
 
 
 def _context(
@@ -223,16 +239,6 @@ def _context(
     time, counts = x.shape[-2], None
     slots = time if cache is None else cache.k.shape[2]
     if cache is not None:
-        require(
-            x.ndim == 3 and x.shape[0] == cache.k.shape[0] and time <= slots,
-            f"with a cache of {cache.k.shape[0]} sequences and {slots} slots, x must have shape "
-            f"[{cache.k.shape[0]}, T, {config.hidden_size}] with T <= {slots}; got {x.shape}",
-        )
-        used = concrete(index)
-        require(
-            used is None or 0 <= int(used) <= slots - time,
-            f"{time} tokens do not fit into a cache of capacity {slots} with {used} in use",
-        )
         if segment_ids is None:
             # Slots behind the new tokens belong to no segment.
             written = (jnp.arange(slots) < index + time).astype(jnp.int32)

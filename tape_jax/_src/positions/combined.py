@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tape_jax._src.core.checks import instance, require, set_field
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Encoding, Param, State, drawn_for_all
+from tape_jax._src.positions.protocol import Encoding, Param, State
 
 Array = jax.Array
 
@@ -33,8 +33,63 @@ ALONE = {
 ONE_OF = ("state", "logits_fn", "weights_fn", "rewritten_keys", "features")
 
 
+class Several(Encoding):
+    """Encodings that act together or in different layers: what is true of all or of one of them."""
+
+    encodings: Any
+
+    @property
+    def distinct(self) -> tuple[Encoding, ...]:
+        """The distinct encodings, in their order."""
+        return tuple(dict.fromkeys(self.encodings))
+
+    @property
+    def members(self) -> tuple[Encoding, ...]:
+        return tuple(dict.fromkeys(x for one in self.distinct for x in one.members))
+
+    @property
+    def acts_on(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Everything that one of the encodings acts on."""
+        return tuple(dict.fromkeys(x for one in self.distinct for x in one.acts_on))
+
+    @property
+    def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The kinds of drawn positions that all encodings take that read positions."""
+        takes = [x.takes_drawn for x in self.distinct if x.reads_positions]
+        return tuple(x for x in Encoding.takes_drawn if all(x in kinds for kinds in takes))
+
+    @property
+    def rewrites_keys(self) -> bool:  # type: ignore[override]
+        """True if one of the encodings rewrites keys."""
+        return any(x.rewrites_keys for x in self.distinct)
+
+    @property
+    def attends_state(self) -> bool:
+        return any(x.attends_state for x in self.distinct)
+
+    @property
+    def starts_by_head(self) -> bool:
+        return any(x.starts_by_head for x in self.distinct)
+
+    @property
+    def reads_positions(self) -> bool:
+        return any(x.reads_positions for x in self.distinct)
+
+    @property
+    def reads_start(self) -> bool:
+        return any(x.reads_start for x in self.distinct)
+
+    def max_length(self) -> int | None:
+        limits = [x.max_length() for x in self.distinct]
+        return min((n for n in limits if n is not None), default=None)
+
+    @property
+    def update_implementations(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(x for one in self.distinct for x in one.update_implementations))
+
+
 @dataclasses.dataclass(frozen=True)
-class Combined(Encoding):
+class Combined(Several):
     """Encodings that act together, such as TAPE with ALiBi's bias.
 
     Parameters of the encoding with a state keep their names; those of the others are prefixed with
@@ -79,13 +134,13 @@ class Combined(Encoding):
             )
 
     @property
+    def distinct(self) -> tuple[Encoding, ...]:
+        return self.encodings
+
+    @property
     def kind(self) -> str:  # type: ignore[override]
         """The kinds, joined by ``+``."""
         return "+".join(encoding.kind for encoding in self.encodings)
-
-    @property
-    def members(self) -> tuple[Encoding, ...]:
-        return self.encodings
 
     @property
     def state_part(self) -> Encoding:
@@ -94,21 +149,6 @@ class Combined(Encoding):
     @property
     def local_window_size(self) -> int | tuple[int, int] | None:
         return self._of("window").local_window_size
-
-    @property
-    def acts_on(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Everything that one of the encodings acts on."""
-        return tuple(dict.fromkeys(x for one in self.encodings for x in one.acts_on))
-
-    @property
-    def rewrites_keys(self) -> bool:  # type: ignore[override]
-        """True if one of the encodings rewrites keys."""
-        return any(encoding.rewrites_keys for encoding in self.encodings)
-
-    @property
-    def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The kinds of drawn positions that all encodings take that read positions."""
-        return drawn_for_all(self.encodings)
 
     @property
     def heads_per_query(self) -> int:  # type: ignore[override]
@@ -151,22 +191,6 @@ class Combined(Encoding):
     def coordinate_axes(self) -> int:
         return self._state.coordinate_axes
 
-    @property
-    def attends_state(self) -> bool:
-        return self._state.attends_state
-
-    @property
-    def starts_by_head(self) -> bool:
-        return self._state.starts_by_head
-
-    @property
-    def reads_positions(self) -> bool:
-        return any(encoding.reads_positions for encoding in self.encodings)
-
-    @property
-    def reads_start(self) -> bool:
-        return self._state.reads_start
-
     def _sizes(self, encoding: Encoding, sizes: Sizes) -> Sizes:
         """Returns the sizes for ``encoding``; all but the state's count the heads that it adds."""
         if encoding is self._state or self.heads_per_query == 1:
@@ -176,10 +200,6 @@ class Combined(Encoding):
     def check(self, sizes: Sizes) -> None:
         for encoding in self.encodings:
             encoding.check(self._sizes(encoding, sizes))
-
-    def max_length(self) -> int | None:
-        limits = [encoding.max_length() for encoding in self.encodings]
-        return min((n for n in limits if n is not None), default=None)
 
     def input_params(self, sizes: Sizes) -> dict[str, Param]:
         return self._gathered(lambda one: one.input_params(sizes))
@@ -225,10 +245,6 @@ class Combined(Encoding):
 
     def updates(self, layer: int, num_layers: int) -> bool:
         return self._state.updates(layer, num_layers)
-
-    @property
-    def update_implementations(self) -> tuple[str, ...]:
-        return self._state.update_implementations
 
     def update_state(self, params: dict[str, Array], state: State, *args: Any, **options: Any):
         return self._state.update_state(params, state, *args, **options)

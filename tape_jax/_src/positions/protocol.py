@@ -14,7 +14,7 @@ import dataclasses
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -416,9 +416,3 @@ class Encoding:
           progress: share of the training done, in [0, 1].
         """
         return None
-
-
-def drawn_for_all(encodings: Iterable[Encoding]) -> tuple[str, ...]:
-    """Returns the kinds of drawn positions that all of them take that read positions."""
-    takes = [x.takes_drawn for x in encodings if x.reads_positions]
-    return tuple(x for x in Encoding.takes_drawn if all(x in kinds for kinds in takes))

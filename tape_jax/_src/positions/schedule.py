@@ -13,8 +13,9 @@ import jax
 from tape_jax._src.core.checks import positive, require, set_field
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions import creation
+from tape_jax._src.positions.combined import Several
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Encoding, OfLayer, Param, State, drawn_for_all
+from tape_jax._src.positions.protocol import Encoding, OfLayer, Param, State
 
 Array = jax.Array
 
@@ -23,7 +24,7 @@ BEFORE_LAYERS = ("embed", "coordinates", "start_from_embeddings", "locate")
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers(Encoding):
+class Layers(Several):
     """An encoding for each layer: a pattern that repeats until all layers have one.
 
     >>> Layers(["rope+window", "rope+window", "rope"]).kind
@@ -99,28 +100,9 @@ class Layers(Encoding):
         return "/".join(encoding.kind for encoding in self.encodings)
 
     @property
-    def distinct(self) -> tuple[Encoding, ...]:
-        """The distinct encodings, in the order of the pattern."""
-        return tuple(dict.fromkeys(self.encodings))
-
-    @property
     def state_parts(self) -> tuple[Encoding, ...]:
         """The distinct encodings that own states, in the order of the states."""
         return tuple(dict.fromkeys(x.state_part for x in self.encodings))
-
-    @property
-    def members(self) -> tuple[Encoding, ...]:
-        return tuple(dict.fromkeys(x for one in self.distinct for x in one.members))
-
-    @property
-    def acts_on(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Everything that one of the encodings acts on."""
-        return tuple(dict.fromkeys(x for one in self.distinct for x in one.acts_on))
-
-    @property
-    def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The kinds of drawn positions that all encodings that read positions take."""
-        return drawn_for_all(self.distinct)
 
     def of_layers(self, num_layers: int) -> list[OfLayer]:
         encodings = list(itertools.islice(itertools.cycle(self.encodings), num_layers))
@@ -137,27 +119,6 @@ class Layers(Encoding):
     @property
     def coordinate_axes(self) -> int:
         return next((x.coordinate_axes for x in self.distinct if x.reads_positions), 1)
-
-    @property
-    def attends_state(self) -> bool:
-        return any(x.attends_state for x in self.distinct)
-
-    @property
-    def starts_by_head(self) -> bool:
-        return any(x.starts_by_head for x in self.distinct)
-
-    @property
-    def reads_positions(self) -> bool:
-        return any(x.reads_positions for x in self.distinct)
-
-    @property
-    def reads_start(self) -> bool:
-        return any(x.reads_start for x in self.distinct)
-
-    @property
-    def rewrites_keys(self) -> bool:  # type: ignore[override]
-        """True if one of the encodings rewrites keys."""
-        return any(x.rewrites_keys for x in self.distinct)
 
     @property
     def counts_text(self) -> bool:  # type: ignore[override]
@@ -180,10 +141,6 @@ class Layers(Encoding):
         for encoding in self.distinct:
             count = numbers.count(self.state_parts.index(encoding.state_part))
             encoding.check(dataclasses.replace(sizes, num_layers=count))
-
-    def max_length(self) -> int | None:
-        limits = [x.max_length() for x in self.distinct]
-        return min((n for n in limits if n is not None), default=None)
 
     def input_params(self, sizes: Sizes) -> dict[str, Param]:
         """Each state's, prefixed with the index of the pattern's first entry that has it."""
@@ -215,10 +172,6 @@ class Layers(Encoding):
             encoding.start(positions, sizes, params=own(encoding), **options)
             for encoding in self.state_parts
         )
-
-    @property
-    def update_implementations(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(x for one in self.distinct for x in one.update_implementations))
 
     def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:
         raise self._differs("parameters")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.family import (
     ATTENTION,
@@ -19,8 +18,8 @@ from tape_jax._src.pretrained.family import (
     is_plain,
     layer_types,
     layers_of,
-    number,
     period_of,
+    positive_number,
     slides,
     sliding_window,
 )
@@ -32,14 +31,8 @@ def _read(config: Mapping[str, Any]) -> Fields:
     return {
         **BLOCK,
         "biases": ATTENTION if flag(config, "attention_bias") else (),
-        "logits_scaling": 1 / _scale(config),
+        "logits_scaling": 1 / positive_number(config, "logit_scale"),
     }
-
-
-def _scale(config: Mapping[str, Any]) -> float:
-    scale = number(config, "logit_scale")
-    require(scale > 0, f"config.json: logit_scale must be positive; got {scale}")
-    return scale
 
 
 def _layers(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:

@@ -157,6 +157,13 @@ def number(given: Mapping[str, Any], name: str, default: float | None = None) ->
     return float(value)
 
 
+def positive_number(given: Mapping[str, Any], name: str) -> float:
+    """A number of ``config.json`` above 0; ValueError for anything else."""
+    value = number(given, name)
+    require(value > 0, f"config.json: {name} must be positive; got {value}")
+    return value
+
+
 def number_or_none(given: Mapping[str, Any], name: str) -> float | None:
     """A number of ``config.json`` as :func:`number` reads it, or None if null or absent."""
     return None if given.get(name) is None else number(given, name)

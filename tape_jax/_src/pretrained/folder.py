@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.core.files import sync
+from tape_jax._src.core.files import import_safetensors, sync
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -41,8 +42,7 @@ def dtype_name(dtype: Any) -> str:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = str(dtype)
-    choose("dtype", name, DTYPE_NAMES)
-    return name
+    return choose("dtype", name, DTYPE_NAMES)
 
 
 def common_type(types: Collection[str]) -> str:
@@ -244,13 +244,7 @@ def read_header(path: Path) -> File:
       ValueError: if it is not a safetensors file, is damaged, or has a tensor twice.
       NotImplementedError: if safetensors is not installed.
     """
-    try:
-        import safetensors
-    except ImportError as error:
-        raise NotImplementedError(
-            "checkpoints need the package safetensors: pip install 'tape-jax[pretrained]' "
-            f"({error})"
-        ) from error
+    safetensors = import_safetensors("checkpoints")
     try:
         with safetensors.safe_open(path, framework="np"), open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -321,15 +315,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         sync(temporary)
         os.replace(temporary, path)
     except BaseException:
-        _remove(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(path.parent)
-
-
-def _remove(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
 
 
 def check(folder: Folder, wanted: Mapping[str, tuple[int, ...]], known: Callable[[str], bool]):

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.family import (
@@ -28,6 +27,7 @@ from tape_jax._src.pretrained.family import (
     number_or_none,
     one_rope,
     period_of,
+    positive_number,
     slides,
     sliding_window,
 )
@@ -46,15 +46,9 @@ def _read(config: Mapping[str, Any]) -> Fields:
         **NORMS,
         "biases": ATTENTION if flag(config, "attention_bias") else (),
         "embedding_scale": math.sqrt(number(config, "hidden_size")),
-        "query_scale": _above_zero(config, "query_pre_attn_scalar") ** -0.5,
+        "query_scale": positive_number(config, "query_pre_attn_scalar") ** -0.5,
         "final_logit_softcap": number_or_none(config, "final_logit_softcapping"),
     }
-
-
-def _above_zero(config: Mapping[str, Any], name: str) -> float:
-    value = number(config, name)
-    require(value > 0, f"config.json: {name} must be positive; got {value}")
-    return value
 
 
 def _read2(config: Mapping[str, Any]) -> Fields:

@@ -10,12 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import positions
-from tape_jax._src.core.checks import choose, positive, require
+from tape_jax._src.core.checks import choose, positive, require, require_field
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.layout import OUTSIDE, block_name, by_path, replaced
@@ -32,6 +30,7 @@ from tape_jax._src.pretrained.family import (
     layers_of,
     main_rope,
     number,
+    one_rope,
     position_of,
     scaling_to_json,
 )
@@ -99,6 +98,13 @@ ROPE_KINDS = {
     "longrope": "longrope",
 }
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
+# What may stand inside: of all kinds, since transformers reads only those of the given one.
+INSIDE_ROPE = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "finetuned"),
+    *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor"),
+)
 
 # The defaults of transformers for absent fields of config.json.
 DEFAULT_LENGTH = 2048
@@ -160,9 +166,7 @@ def parameters(model: Transformer, family: Family) -> list[StoredParameter]:
         order = family.head_order(model.config)
     # Types do not affect shapes, and 64-bit ones may be disabled.
     plain = replaced(model, dtype="float32", param_dtype="float32", state_dtype=None)
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    key = jax.eval_shape(functools.partial(jax.random.key, 0))
-    shapes = by_path(jax.eval_shape(plain.init, key, tokens)["params"])
+    shapes = by_path({path: one.shape for path, one in plain.parameters().items()})
     ranges, found = {blocks.layers[0]: blocks.layers for blocks in model.blocks}, []
     paths = [path for path in names if path in shapes]
     shared = collections.Counter(names[path] for path in paths)
@@ -216,8 +220,9 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
         positive(f"config.json: {name}", config[name])
     part, kinds = "partial_rotary_factor" in family.own, {**ROPE_KINDS, **family.rope_kinds}
     rope = functools.partial(_rope, config, part=part, kinds=kinds)
-    layers: Fields = {"position": rope()}
-    if family.layers is not None:
+    if family.layers is None:
+        layers: Fields = {"position": one_rope(rope)}
+    else:
         layers = position_of(family.layers(config, rope))
     return ModelConfig(
         **{ours: config[theirs] for theirs, ours in SIZES.items()},
@@ -254,9 +259,17 @@ def _rope(
     given = given.get(kind, given) if isinstance(given, dict) else given
     require(
         isinstance(given, dict) and not {FULL, SLIDING} & given.keys(),
-        f"config.json: rotary parameters must be an object; got {given!r}",
+        "config.json: rotary parameters must be an object, or one for each kind of layers; got "
+        f"{given!r}",
     )
     given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        require_field(name, INSIDE_ROPE, "the rotary parameters in config.json")
+    typed = {"rope_type", "type"} & given.keys()
+    require(
+        bool(typed) or "factor" not in given,
+        f"config.json: rotary parameters with a factor must name their rope_type; got {given}",
+    )
     both = config if config.get("partial_rotary_factor") is not None else given
     share = number(both, "partial_rotary_factor", 1.0)
     require(

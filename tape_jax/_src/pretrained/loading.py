@@ -47,7 +47,6 @@ OPTIONS = (
     "remat",
     "scan_layers",
     "state_dtype",
-    "update_implementation",
 )
 
 

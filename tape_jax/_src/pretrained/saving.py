@@ -128,14 +128,14 @@ def save_pretrained(
     if source is None:
         types = {name: target or own_type for name, own_type in own.items()}
         plans = _plan(wanted, types, max_shard_size)
-        described = _describe(model, None, types)
+        described = _describe(model, None, None, types)
     else:
         check_tensors(source, wanted, tied=model.config.tie_embeddings)
         if HEAD in source.where and HEAD not in fetchers:
             fetchers[HEAD] = fetchers[EMBEDDING]
         plans = _plan_like(source, target)
         types = {name: x.dtype for p in plans for name, x in p.tensors.items()}
-        described = _describe(model, source, types)
+        described = _describe(model, source, kind, types)
     described = _with_fields(described, config)
 
     def chunks(plan: FilePlan) -> Iterator[bytes | np.ndarray]:
@@ -165,9 +165,8 @@ def _fetchers(
 ) -> tuple[dict[str, Callable[[], np.ndarray]], dict[str, str]]:
     """Returns for each tensor a function that brings it to the host, and its type."""
     require(
-        isinstance(variables, Mapping) and set(variables) == {"params"},
-        "variables must be {'params': ...}; got "
-        f"{sorted(variables) if isinstance(variables, Mapping) else variables!r}",
+        set(variables) == {"params"},
+        f"variables must be {{'params': ...}}; got {sorted(variables)}",
     )
     leaves = flatten_dict(variables["params"], sep="/")
     shapes = {p.path: p.shape for p in wanted}
@@ -281,10 +280,9 @@ def _plan_like(source: Folder, target: str | None) -> list[FilePlan]:
 
 
 def _describe(
-    model: Transformer, source: Folder | None, types: Mapping[str, str]
+    model: Transformer, source: Folder | None, kind: str | None, types: Mapping[str, str]
 ) -> dict[str, Any]:
     """The content of ``config.json``: the source's own wherever the model agrees with it."""
-    kind = None if source is None else family_of(source.config)[0]
     described = to_json(model, kind)
     counts = collections.Counter(DTYPES[dtype] for dtype in types.values() if dtype in DTYPES)
     common = counts.most_common(1)[0][0]

@@ -8,7 +8,6 @@ import pytest
 from tape_jax._src.attention import (
     choice,
     pallas_mosaic,
-    pallas_triton,
     vendor_cudnn,
     vendor_splash,
     vendor_tokamax,
@@ -19,7 +18,6 @@ from tape_jax._src.core import devices
 @pytest.fixture
 def any_device(monkeypatch):
     """Takes the checks of the device out of the way: for what needs no device."""
-    monkeypatch.setattr(pallas_triton, "_check_device", lambda interpret: None)
     monkeypatch.setattr(pallas_mosaic, "_check_release", lambda: None)
     monkeypatch.setattr(pallas_mosaic, "_check_device", lambda: None)
     monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))

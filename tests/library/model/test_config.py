@@ -124,6 +124,7 @@ def test_misuse_of_parts(of, fields, words):
         ({"tie_embeddings": "false"}, r"tie_embeddings must be True or False; got 'false'"),
         ({"norm_eps": math.nan}, r"norm_eps must be a number from 0 on; got nan"),
         ({"init_scale": "1"}, r"init_scale must be a number from 0 on or None; got '1'"),
+        ({"experts": {"per_token": 2}}, r"model: experts lacks count; got {'per_token': 2}"),
         ({"lora": {"rnk": 2}}, r"unknown field 'rnk' of model: lora .did you mean 'rank'"),
         ({"parallel_block": True, "norms": "both"}, r"needs norms = 'before'; got norms = 'both'"),
         ({"activation": "swish"}, r"activation.*'swish'"),

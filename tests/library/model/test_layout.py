@@ -105,6 +105,9 @@ def test_layouts_that_do_not_fit():
         restack(parameters(), rope, small_model("rope"))
     with pytest.raises(ValueError, match="have layers_3, the model has layers_0, layers_4"):
         restack({"layers_3": {"x": np.ones(2)}}, LAYOUTS["0-4, 4-5"], rope)
+    for count in (3, 6):
+        with pytest.raises(ValueError, match=rf"layers_0/x must hold 5 layers .* \({count}, 2\)"):
+            restack({"layers_0": {"x": np.ones((count, 2))}}, rope, LAYOUTS["each"])
     tape = random_variables(LAYOUTS["0-4, 4-5"])["params"]
     with pytest.raises(ValueError, match=r"position_down: 4 of the layers 0, 1, 2, 3, 4 have this"):
         restack(tape, LAYOUTS["0-4, 4-5"], rope)

@@ -200,6 +200,8 @@ def test_behind_its_last_slot_a_cache_gives_no_number(known):
             ValueError, match="2 tokens do not fit into a cache of capacity 3 with 2"
         ):
             step(2)
+        with pytest.raises(ValueError, match=r"do not fit .* with -1 in use"):
+            jax.jit(lambda: step(-1))()
     else:
         assert all(np.isnan(y).all() for y in jax.jit(step)(2))
         assert all(np.isfinite(y).all() for y in jax.jit(step)(1))

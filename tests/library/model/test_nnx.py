@@ -196,5 +196,12 @@ def test_wrong_inputs_are_errors():
             layer(jnp.zeros(shape))
     with pytest.raises(ValueError, match="4 slots"):
         layer(normal(BATCH, TIME, WIDTH), cache=cache)
+    last = normal(BATCH, 1, WIDTH)
+    for index in (jnp.zeros(BATCH, int), 1.0):
+        with pytest.raises(ValueError, match="index must be an integer, of all rows; got"):
+            layer(last, cache=cache, index=index)
+    other = tape.nnx.Attention(WIDTH, HEADS, updates=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"of another layer: it has .*; this one's has .*\.e "):
+        layer(last, cache=other.init_cache(BATCH, 4))
     with pytest.raises(ValueError, match="a pair"):
         layer(normal(BATCH, 1, WIDTH), cache=cache, segment_ids=jnp.ones((BATCH, 1), jnp.int32))

@@ -13,6 +13,8 @@ from tests.library.pretrained.folders import config_of
 from tests.models import small_model
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 5e4}}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,15 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("llama2_mha", {"rope_parameters": {"rope_type": "longrope"}}, "must be a list; got None"),
         ("llama2_mha", {"rope_parameters": {"rope_type": "linear"}}, "factor must be a number"),
         ("llama2_mha", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_.*0.5"),
-        ("llama2_mha", {"rope_parameters": [1]}, r"must be an object; got \[1\]"),
+        ("llama2_mha", {"rope_parameters": [1]}, r"must be an object.*; got \[1\]"),
+        (
+            "llama2_mha",
+            {"rope_parameters": {"factor": 4.0}},
+            "with a factor must name their rope_t",
+        ),
+        ("llama2_mha", {"rope_parameters": YARN | {"attn_factor": 3.0}}, "field 'attn_factor'"),
+        ("llama2_mha", {"rope_parameters": YARN | {"beta_fats": 3}}, "did you mean 'beta_fast'"),
+        ("mistral_tiny", {"rope_parameters": TWO_BASES}, "must be equal here; got .*50000"),
         ("mistral_tiny", {"attention_bias": True}, "'mistral': attention_bias = True"),
         ("mistral_tiny", {"sliding_window": 0}, "sliding_window must be a positive integer"),
         ("qwen3_tiny", {"attention_bias": 1}, "attention_bias must be true or false; got 1"),

@@ -99,10 +99,7 @@ class DapeKerple(Dape):
     """
 
     kind: ClassVar[str] = "dape_kerple"
-
-    @property
-    def additive(self) -> Encoding:
-        return Kerple()
+    additive: ClassVar[Encoding] = Kerple()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +111,7 @@ class DapeAlibi(Dape):
     """
 
     kind: ClassVar[str] = "dape_alibi"
-
-    @property
-    def additive(self) -> Encoding:
-        return Alibi()
+    additive: ClassVar[Encoding] = Alibi()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,10 +234,7 @@ class DapeV2Kerple(DapeV2):
     """
 
     kind: ClassVar[str] = "dapev2_kerple"
-
-    @property
-    def additive(self) -> Encoding:
-        return Kerple()
+    additive: ClassVar[Encoding] = Kerple()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,10 +246,7 @@ class DapeV2Alibi(DapeV2):
     """
 
     kind: ClassVar[str] = "dapev2_alibi"
-
-    @property
-    def additive(self) -> Encoding:
-        return Alibi()
+    additive: ClassVar[Encoding] = Alibi()
 
 
 def _convolved(x: Array, weights: Array, pads: tuple[int, int]) -> Array:

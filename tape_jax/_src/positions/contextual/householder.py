@@ -1,7 +1,9 @@
 """Householder-like maps of tokens, multiplied along time between a key and a query.
 
 ``A_ij = q_i^T H_i H_{i-1} ... H_{j+1} k_j`` with ``H_t = I - beta_t w_t w_t^T``, of the tokens
-``t`` that stand between both and are of their segment.
+``t`` that stand between both and are of their segment. For all pairs of one segment at once,
+``A = tril(Q K^T) - tril(Q W^T) (I + slt(B W W^T))^-1 slt(B W K^T)``, where ``slt`` is the strict
+lower triangle and ``B = diag(beta)`` (PaTH, section 3).
 """
 
 from __future__ import annotations
@@ -12,45 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tape_jax._src.core.algebra import at_least_float32, precise_einsum
+from tape_jax._src.core.algebra import precise_einsum
 from tape_jax._src.positions.contextual import rows
 
 Array = jax.Array
-
-
-def dense_products(
-    q: Array, k: Array, w: Array, beta: Array, segment_ids: Array | None = None
-) -> Array:
-    """``A`` of all pairs, written to be read: the specification (PaTH, section 3).
-
-    ``A = tril(Q K^T) - tril(Q W^T) (I + slt(B W W^T))^-1 slt(B W K^T)``, where ``slt`` is the
-    strict lower triangle, ``B = diag(beta)``, and pairs of different segments are 0 throughout.
-
-    Args:
-      q: ``[B, T, Hq, D]``, ``Hq`` a multiple of ``H``.
-      k, w: ``[B, T, H, D]``.
-      beta: ``[B, T, H]``.
-      segment_ids: ``[B, T]``, or None.
-
-    Returns:
-      ``[B, Hq, T, T]``, in at least float32; 0 above the diagonal and across segments.
-    """
-    dtype, groups = at_least_float32(q.dtype), q.shape[2] // k.shape[2]
-    q, k, w, beta = (x.astype(dtype) for x in (q, k, w, beta))
-    k, w, beta = (jnp.repeat(x, groups, axis=2) for x in (k, w, beta))
-    lower = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))
-    if segment_ids is not None:
-        lower = lower & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
-    strict = jnp.tril(lower, -1)
-
-    def pairs(which: Array, x: Array, y: Array) -> Array:
-        return jnp.where(which, precise_einsum("bihd,bjhd->bhij", x, y), 0)
-
-    weighted = w * beta[..., None]
-    system = pairs(strict, weighted, w) + jnp.eye(q.shape[1], dtype=dtype)
-    right = pairs(strict, weighted, k)
-    solved = lax.linalg.triangular_solve(system, right, left_side=True, lower=True)
-    return pairs(lower, q, k) - precise_einsum("bhit,bhtj->bhij", pairs(lower, q, w), solved)
 
 
 class Chunks(NamedTuple):

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.core.checks import not_negative, positive, require, set_field
+from tape_jax._src.core.padding import pad_to, pad_to_multiple
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.contextual import householder
+from tape_jax._src.positions.contextual.rows import all_axes
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 
@@ -110,7 +112,7 @@ class PathAttention(Encoding):
         kept = {"w": z} if self.taps else None
         w, beta = self.vectors(params, layer, z), self.strengths(params, layer)
         ids, key_ids = layer.ids()
-        k, w, beta = _flat(layer.k, 3), _flat(w, 3), _flat(beta, 2)
+        k, w, beta = all_axes(layer.k), all_axes(w), all_axes(beta, 2)
         chunks = householder.chunked(k, w, beta, ids, self.chunk, layer.dtype)
         if layer.kept is None:
             return Terms(logits_fn=_logits_fn(chunks, layer, ids), kept=kept)
@@ -134,7 +136,7 @@ def _logits_fn(
 ) -> Callable[[Array, Any], Array]:
     """Logits of rows: the operator over new tokens, and the transformed queries over older keys."""
     assert layer.q is not None
-    all_q, time = _flat(layer.q, 3), layer.time
+    all_q, time = all_axes(layer.q), layer.time
     heads, dim = chunks.entries.shape[2], all_q.shape[-1]
     groups = all_q.shape[2] // heads
 
@@ -149,11 +151,11 @@ def _logits_fn(
         row_ids = None if ids is None else jnp.tile(jnp.take(ids, rows.queries, axis=1), groups)
         visible = rows.visible.any((0, 1, 2))
         keys = time if layer.cached_keys is None else layer.cached_keys.shape[-2]
-        visible = jnp.pad(visible, (0, keys - visible.size))
+        visible = pad_to(visible, keys, 0)
         new = (
             visible if layer.kept is None else lax.dynamic_slice_in_dim(visible, layer.index, time)
         )
-        new = jnp.pad(new, (0, -time % chunks.size)).reshape(-1, chunks.size).any(-1)
+        new = pad_to_multiple(new, chunks.size, 0).reshape(-1, chunks.size).any(-1)
         # Chunks after all queries, or before all that they see, need no work.
         needed = lax.cummax(new.astype(jnp.int8)).astype(bool)
         if layer.kept is not None:
@@ -170,8 +172,3 @@ def _logits_fn(
         return found[..., : logits.shape[-1]].reshape(logits.shape)
 
     return logits_of
-
-
-def _flat(x: Array, axes: int) -> Array:
-    """All batch axes as one, before the last ``axes``."""
-    return x.reshape(-1, *x.shape[x.ndim - axes :])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.algebra import precise_einsum
+from tape_jax._src.core.padding import pad_to_multiple
 
 Array = jax.Array
 
@@ -18,7 +19,7 @@ BLOCK = 32
 
 def split(x: Array, size: int, axis: int) -> Array:
     """An axis in chunks, the last one filled up with zeros."""
-    x = jnp.pad(x, [(0, -x.shape[axis] % size if n == axis else 0) for n in range(x.ndim)])
+    x = pad_to_multiple(x, size, axis)
     return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
@@ -38,9 +39,9 @@ def before(rows: Any) -> Array:
     return rows.visible & (jnp.arange(rows.visible.shape[-1], dtype=jnp.int32) < places)
 
 
-def all_axes(x: Array) -> Array:
-    """``[..., T, heads, D]`` with its batch axes as one, ``[B, T, heads, D]``."""
-    return x.reshape(-1, *x.shape[-3:])
+def all_axes(x: Array, axes: int = 3) -> Array:
+    """Joins the batch axes before the last ``axes``: ``[..., T, heads, D]`` to ``[B, ...]``."""
+    return x.reshape(-1, *x.shape[x.ndim - axes :])
 
 
 def with_batch(x: Array, batch: tuple[int, ...]) -> Array:
@@ -64,7 +65,7 @@ def products(queries: Array, keys: Array, dtype: Any) -> Array:
 def sums_from(x: Array) -> Array:
     """Sums ``x [..., S]`` over each key and all after it."""
     *lead, keys = x.shape
-    blocks = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -keys % BLOCK)]).reshape(*lead, -1, BLOCK)
+    blocks = pad_to_multiple(x, BLOCK, -1).reshape(*lead, -1, BLOCK)
     within = precise_einsum("...l,lj->...j", blocks, jnp.tri(BLOCK, dtype=x.dtype))
     count = blocks.shape[-2]
     after = precise_einsum("...b,bc->...c", blocks.sum(-1), jnp.tri(count, k=-1, dtype=x.dtype))

@@ -32,7 +32,7 @@ from tape_jax._src.core.checks import (
 )
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles, check_start, magnitudes
-from tape_jax._src.positions.protocol import Param, State
+from tape_jax._src.positions.protocol import OPTION_TYPES, Param, State
 from tape_jax._src.positions.tape.mixing import ACTIVATIONS
 from tape_jax._src.positions.tape.norms import NORMS, normalize
 from tape_jax._src.positions.tape.update import UPDATE_PARAMS, UPDATES, update_state
@@ -224,11 +224,6 @@ def init_update(
     }
 
 
-def _is_finite(x: Any) -> bool:
-    number = isinstance(x, int | float | np.number) and not isinstance(x, bool)
-    return number and bool(np.isfinite(x))
-
-
 @dataclasses.dataclass(frozen=True)
 class Tape(Rope):
     """TAPE as the model's position encoding.
@@ -305,9 +300,9 @@ class Tape(Rope):
         )
         if isinstance(self.head_shift, list):
             set_field(self, "head_shift", tuple(self.head_shift))
-        step = self.head_shift
+        step, (_, is_finite) = self.head_shift, OPTION_TYPES["float"]
         require(
-            all(map(_is_finite, step if isinstance(step, tuple) else (step,))),
+            all(map(is_finite, step if isinstance(step, tuple) else (step,))),
             f"{self.kind}: head_shift must be a finite number, or a tuple of such; got {step!r}",
         )
         for name, default in (("still_heads", 0), ("degree", 1)):

@@ -37,6 +37,10 @@ TAPE = small_model("tape", num_layers=1)
 ONES = jnp.ones((1, 2), int)
 
 
+def deeper():
+    return init_cache(small_model("tape", num_layers=4), 1, 4)
+
+
 def grown(kind, *, capacity=9, used=0, **options):
     """A cache of five tokens that is to grow."""
     model = small_model(kind, num_layers=1, **options)
@@ -75,6 +79,11 @@ def followed(other, **options):
         (
             lambda: init_cache(ROPE, 1, 3, position_dtype=jnp.bfloat16),
             "unknown position_dtype 'bfloat16': expected one of",
+        ),
+        (lambda: init_cache(ROPE, 1, 3, position_dtype="foo"), "unknown position_dtype 'foo'"),
+        (
+            lambda: decode(TAPE, {"params": {}}, deeper(), ONES[:, 0], 2),
+            "its layers are .*one's",
         ),
         (
             lambda: init_cache(TAPE, 1, 3, state_dtype="int8"),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import add_tape, init_cache, positions, sample_logits
+from tape_jax import add_tape, init_cache, pad_prompts, positions, sample_logits
 from tape_jax._src.model.generate import decode, generate, prefill
 from tests.models import VOCAB, small_model
 
@@ -62,6 +62,10 @@ LENGTHS = r"lengths must be integers in 0 \.\. 3 of shape \(2,\)"
         (lambda: filled(lengths=np.array([4, 1])), LENGTHS),
         (lambda: filled(lengths=np.array([1.0, 2.0])), LENGTHS),
         (lambda: filled(lengths=np.array([1])), LENGTHS),
+        (
+            lambda: pad_prompts([[2**40 + 3]]),
+            r"prompts\[0\] must hold token ids in 0\.\.2147483647",
+        ),
         (lambda: filled(chunk=0), "chunk must be a positive integer; got 0"),
         (lambda: filled(value=99, chunk=2), r"token ids must lie in 0 .. 12; got 99"),
         (lambda: decoded([1.5, 2.0]), r"token must be integers of shape \(2,\)"),

@@ -12,7 +12,6 @@ import pytest
 import tape_jax as tape
 from tape_jax import ModelConfig, Transformer, positions
 from tape_jax._src.attention import recorded_plans
-from tape_jax._src.positions.contextual import householder
 from tape_jax._src.positions.layer import Layer
 from tests.models import FLOAT64, random_tokens, random_variables, small_model
 
@@ -112,12 +111,6 @@ def test_chunks_equal_the_recurrence(x64, chunk, packed, window, implementation)
     weights /= weights.sum(-1, keepdims=True)
     want = np.einsum("bhij,bjhd->bihd", weights, np.repeat(v, 2, axis=2))
     np.testing.assert_allclose(found, want, atol=1e-10)
-
-
-def test_the_specification_is_the_recurrence(x64):
-    (q, k, _, w, beta), ids = inputs(), segments()
-    found = jax.jit(householder.dense_products)(q, k, w, beta, ids)
-    np.testing.assert_allclose(found, expected(*map(np.asarray, (q, k, w, beta)), ids), atol=1e-12)
 
 
 @pytest.mark.slow
