@@ -89,7 +89,7 @@ test-harness: $(HARNESS)/.harness  ## the tests that need lm_eval, torch and tra
 	$(HARNESS)/bin/python -m pytest tests/train/test_harness.py \
 		tests/library/pretrained/test_in_transformers.py tests/benchmarks/test_torch_attention.py
 
-$(HARNESS)/.harness:
+$(HARNESS)/.harness: requirements.txt
 	$(MAKE) $(HARNESS)/.ready VENV=$(HARNESS)
 	$(HARNESS)/bin/python -m pip install --quiet lm_eval torch "transformers>=5" accelerate peft
 	touch $@
@@ -98,7 +98,7 @@ $(HARNESS)/.harness:
 test-aot: $(AOT)/.aot  ## the kernels compiled for GPUs that are not here: nothing spills
 	$(AOT)/bin/python -m pytest tests/benchmarks/test_aot.py $(TESTS)
 
-$(AOT)/.aot:
+$(AOT)/.aot: requirements.txt
 	$(MAKE) $(AOT)/.ready VENV=$(AOT) PYTHON=$(NEXT)
 	jax=$$($(AOT)/bin/python -c 'import jax; print(jax.__version__)') && \
 	$(AOT)/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$$jax \

@@ -24,6 +24,8 @@ def frozen(environment: str) -> tuple[str, dict[str, str]]:
 def main() -> None:
     """Prints one line for a package whose version is the same everywhere, else one for each."""
     found = dict(map(frozen, sys.argv[1:]))
+    if len(found) < len(sys.argv[1:]):
+        sys.exit(f"environments must have different Pythons; got only {', '.join(found)}")
     print(HEADER)
     for name in sorted({name for packages in found.values() for name in packages}, key=str.lower):
         versions = {python: packages.get(name) for python, packages in found.items()}

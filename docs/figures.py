@@ -26,7 +26,9 @@ from matplotlib.patches import Circle, FancyBboxPatch
 import tape_jax as tape
 from docs import records
 from examples.data import next_token_loss, repeated_halves
+from research.trainings import BEYOND
 from tape_jax._src.core.files import write_atomically
+from train.statistics import half_width
 from train.training import flops, shipped
 
 CONFIG = tape.ModelConfig(
@@ -49,18 +51,12 @@ STYLE = {
 QUESTION = "q d m c x a k f t b h z +5 c?"
 ANSWER = "t"
 TASKS = {
-    "places in lists, %": ("address_4x_again", None),
-    "passkeys, %": ("passkey", None),
-    "recall of a key's value, %": ("recall", None),
-    "counting, %": ("counting", None),
-    "text, perplexity": ("text", 1),
-    "text at 8 times the length, perplexity": ("text", 8),
-}
-RIVALS = {
-    "TAPE + ALiBi": ("tape+alibi", 1.0),
-    "RoPE + ALiBi": ("rope+alibi", None),
-    "ALiBi": ("alibi", None),
-    "FoX": ("fox", None),
+    "places in lists, %": ("address_4x_again", BEYOND),
+    "passkeys, %": ("passkey", BEYOND),
+    "recall of a key's value, %": ("recall", BEYOND),
+    "counting, %": ("counting", BEYOND),
+    "text, perplexity": ("text", "perplexity_1x"),
+    "text at 8 times the length, perplexity": ("text", "perplexity_8x"),
 }
 
 
@@ -313,25 +309,25 @@ def draw_encodings() -> Figure:
 def draw_results() -> Figure:
     """Means and 95 % intervals of five seeds, sorted; grey where the task was not learned."""
     figure = new_figure(10, 7)
-    for axes, (task, study) in zip(figure.subplots(3, 2).ravel(), TASKS.items(), strict=True):
-        found = {name: records.scores(*study, *rival) for name, rival in RIVALS.items()}
+    for axes, (task, asked) in zip(figure.subplots(3, 2).ravel(), TASKS.items(), strict=True):
+        is_text = asked[1] != BEYOND
+        found = {name: records.scores(*asked, name) for name in records.FORMS}
         known = {name: one for name, one in found.items() if one is not None}
         order = sorted(known, key=lambda name: statistics.mean(known[name][0]))
-        for y, name in enumerate(order[::-1] if study[1] else order):
+        for y, name in enumerate(order[::-1] if is_text else order):
             values, learned = known[name]
-            # Student's t of four degrees of freedom.
-            half = 2.776 * statistics.stdev(values) / len(values) ** 0.5
+            half = half_width(values)
             colour = (CONTENT if "TAPE" in name else POSITION) if learned else GREY
             mean = statistics.mean(values)
             below, above = half, half
-            if not study[1]:
+            if not is_text:
                 # A share is from 0 to 100 %.
                 below, above = min(half, mean), min(half, 100 - mean)
             axes.errorbar(mean, y, xerr=[[below], [above]], fmt="o", color=colour, capsize=3)
-        names = order[::-1] if study[1] else order
+        names = order[::-1] if is_text else order
         axes.set(yticks=range(len(names)), ylim=(-0.6, len(names) - 0.4), title=task)
         axes.set_yticklabels(names)
-        if not study[1]:
+        if not is_text:
             axes.set(xlim=(0, 103))
     return figure
 
@@ -346,11 +342,12 @@ def pointing() -> np.ndarray:
     return np.concatenate(layers)[:, -1]
 
 
-def exact_match_by_cell(kind: str, alpha: float | None) -> np.ndarray:
+def exact_match_by_cell(name: str) -> np.ndarray:
     """Returns the per cent right by offset and length, the mean of five seeds."""
-    (results,) = records.reports("address_4x_again")[kind, alpha].values()
-    cells = [100 * np.array(r["grid"]["correct"]) / np.array(r["grid"]["counts"]) for r in results]
-    return np.mean(cells, axis=0)
+    study = records.studies()["address_4x_again"]
+    jobs = study.reports(records.form_of(study.name, name), BEYOND)
+    grids = [study.record(job).found["result"]["grid"] for job in jobs]
+    return np.mean([100 * np.array(x["correct"]) / np.array(x["counts"]) for x in grids], axis=0)
 
 
 def draw_question(attention: np.ndarray) -> Figure:
@@ -385,10 +382,9 @@ def draw_question(attention: np.ndarray) -> Figure:
 def draw_shares(figure: Any) -> None:
     """Right answers by length of the list and offset, of TAPE and of RoPE."""
     panels = figure.subplots(1, 2, sharey=True)
-    kinds = {"TAPE + ALiBi": ("tape+alibi", 8.0), "RoPE + ALiBi": ("rope+alibi", None)}
-    for axes, (name, kind) in zip(panels, kinds.items(), strict=True):
+    for axes, name in zip(panels, ("TAPE + ALiBi", "RoPE + ALiBi"), strict=True):
         image = axes.imshow(
-            exact_match_by_cell(*kind),
+            exact_match_by_cell(name),
             cmap="cividis",
             vmin=0,
             vmax=100,

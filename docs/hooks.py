@@ -21,6 +21,7 @@ OUTSIDE = (
     "CHANGELOG.md",
     "examples/README.md",
     "benchmarks/results/*.md",
+    "benchmarks/results/*.png",
     "research/*.md",
     "research/images/**/*.png",
 )

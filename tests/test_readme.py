@@ -1,6 +1,5 @@
 """The README: its length, its numbers and its quick start."""
 
-import json
 import re
 import statistics
 
@@ -10,24 +9,18 @@ import jax.numpy as jnp
 import pytest
 
 from docs import records
-from research.lines import restored
+from research.trainings import BEYOND
 from tests.paths import ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-COLUMNS = {
-    "TAPE + ALiBi": ("tape+alibi", 1.0),
-    "RoPE + ALiBi": ("rope+alibi", None),
-    "ALiBi": ("alibi", None),
-    "FoX": ("fox", None),
-}
-# Rows of the table in order: the study and, for perplexities, the factor on the trained length.
+# Rows of the table in order: the study and the score.
 ROWS = [
-    ("address_4x_again", None),
-    ("text", 1),
-    ("text", 8),
-    ("passkey", None),
-    ("recall", None),
-    ("counting", None),
+    ("address_4x_again", BEYOND),
+    ("text", "perplexity_1x"),
+    ("text", "perplexity_8x"),
+    ("passkey", BEYOND),
+    ("recall", BEYOND),
+    ("counting", BEYOND),
 ]
 
 
@@ -36,19 +29,19 @@ def table():
     section = TEXT.partition("## Results")[2]
     lines = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|")]
     header, _, *rows = [[cell.strip() for cell in line] for line in lines]
-    assert header[1:] == list(COLUMNS)
+    assert header[1:] == list(records.FORMS)
     return rows
 
 
-def said(study, factor, kind, alpha):
+def said(study, key, name):
     """A cell as it should read, without the star of a clear difference."""
-    found = records.scores(study, factor, kind, alpha)
+    found = records.scores(study, key, name)
     if found is None:
         return "not run"
     values, learned = found
     assert len(values) == 5
     mean = statistics.mean(values)
-    cell = f"{mean:.3f}" if factor else f"{mean:.1f}" if mean > 99 else f"{mean:.0f}"
+    cell = f"{mean:.3f}" if key != BEYOND else f"{mean:.1f}" if mean > 99 else f"{mean:.0f}"
     return cell if learned else f"({cell})"
 
 
@@ -60,20 +53,23 @@ def test_it_is_one_page():
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_results_are_those_on_record(row):
-    expected = [said(*ROWS[row], *column) for column in COLUMNS.values()]
+    expected = [said(*ROWS[row], name) for name in records.FORMS]
     assert [cell.rstrip("*") for cell in table()[row][1:]] == expected
 
 
 def test_sizes_are_those_on_record():
     """Trained lengths, widths and layers of what the table shows."""
     headings = [row[0] for row in table()]
-    for (study, factor), heading in zip(ROWS, headings, strict=True):
-        head = (records.RECORDS / f"{study}.jsonl").read_text(encoding="utf-8").splitlines()
-        one = restored(json.loads(head[0])["shared"], json.loads(head[1]))["experiment"]
-        task, model = one["task"], one["model"]
-        length = task["sequence_length"] * factor if factor else records.TRAINED[study]
-        assert f"{length:,}" in heading
-        assert (model["num_layers"], model["hidden_size"]) == (3, 128 if factor else 64)
+    for (name, key), heading in zip(ROWS, headings, strict=True):
+        study = records.studies()[name]
+        one = study.reports("rope_alibi", key)[0].experiment
+        if is_text := key != BEYOND:
+            factor = int(key.removeprefix("perplexity_").removesuffix("x"))
+            length = one.task.sequence_length * factor
+        else:
+            length = re.search(r"beyond (\d+) ", study.score(key).label)[1]
+        assert f"{int(length):,}" in heading
+        assert (one.model.num_layers, one.model.hidden_size) == (3, 128 if is_text else 64)
     assert "Three layers, width 64 (text: 128)" in TEXT
 
 

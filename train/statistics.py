@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import scipy.optimize
 import scipy.stats
 
 from train.checks import require
@@ -47,9 +49,19 @@ class Estimate(NamedTuple):
         Args:
           tests: number of tests in the family; this one stands at their strictest level.
         """
-        freedom = self.number - 1
-        reach = scipy.stats.t.ppf([1 - LEVEL / tests / 2, CHANCE], freedom).sum()
-        return float(reach) * self.spread / math.sqrt(self.number)
+        return _reach(self.number, tests) * self.spread / math.sqrt(self.number)
+
+
+@functools.cache
+def _reach(number: int, tests: int) -> float:
+    """Returns the mean, in standard errors, that a t test tells from zero with :data:`CHANCE`."""
+    freedom = number - 1
+    critical = scipy.stats.t.ppf(1 - LEVEL / tests / 2, freedom)
+
+    def lacks(mean: float) -> float:
+        return CHANCE - scipy.stats.nct.sf(critical, freedom, mean)
+
+    return float(scipy.optimize.brentq(lacks, 0, 10 * critical))
 
 
 def mean(values: Sequence[float]) -> float:

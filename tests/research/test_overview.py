@@ -34,7 +34,7 @@ def two(design, monkeypatch):
     ("curve", "learned", "others", "marked"),
     [
         ((0.5, 0.9, 1), ("rope",), 0.9, True),
-        ((0.5, 0.9, 1), ("rope", "none"), 0.9, False),
+        ((0.5, 0.9, 1), ("rope", "none"), 0.9, True),
         ((0.5, 0.5, 0.5), (), 0.9, False),
         ((0.5, 0.5, 0.5), (), 0.49, True),
         ((0.5, 0.5, 0.5), ("rope",), 0.49, False),
