@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32, capped
 from tape_jax._src.core.checks import as_array, as_integers, require, typed
-from tape_jax._src.core.explicit import automatic_inside
+from tape_jax._src.core.explicit import automatic_inside, varying
 from tape_jax._src.core.sharding import Sharding, constrain
 from tape_jax._src.model.config import Experts
 from tape_jax._src.model.decoder import Transformer
@@ -21,8 +22,11 @@ __all__ = ["CHUNK_LOGITS", "added_by_encoding", "added_by_routers", "cross_entro
 
 Array = jax.Array
 
-# Logits, over all rows, in one chunk: 256 MiB in float32.
+# Logits, over all rows that a device has, in one chunk: 256 MiB in float32.
 CHUNK_LOGITS = 2**26
+
+# Of one chunk of logits.
+LOGITS_AXES = ("batch", "sequence", None, "vocab")
 
 
 @typed
@@ -49,7 +53,8 @@ def cross_entropy(
       targets: integers ``[..., T]`` in 0 .. V - 1; where the weight is 0, any (such as -100).
         Elsewhere, other values make the loss and its gradients NaN.
       weights: of the tokens, ``[..., T]``; None: 1 each.
-      chunk: tokens of each sequence in a chunk; None: as many as ``CHUNK_LOGITS`` allows.
+      chunk: tokens of each sequence in a chunk, on each device that has a part of it; None: as
+        many as ``CHUNK_LOGITS``, the logits of one device at a time, allows.
       logit_softcap: bound ``c`` of the logits, which become ``c tanh(logits / c)``
         (``ModelConfig.final_logit_softcap``); None: none.
       sharding: a mesh and rules; ``hidden`` is then ``[B, T, D]``.
@@ -82,13 +87,15 @@ def cross_entropy(
     require(hidden.size > 0, f"there are no tokens: hidden has shape {hidden.shape}")
     targets = at_least_32_bits(targets)
     parts = _sequence_parts(sharding, length)
-    rows = max(targets.size // length, 1) * parts
     own = length // parts
-    size = min(chunk or max(CHUNK_LOGITS // (rows * kernel.shape[1]), 1), own)
+    held = _logits_held(sharding, (targets.size // length, parts, 1, kernel.shape[1]))
+    size = min(chunk or max(CHUNK_LOGITS // held, 1), own)
     count = -(-own // size)
     # The gradients of all chunks are summed in its type.
     kernel = kernel.astype(at_least_float32(kernel.dtype))
     kernel = constrain(sharding, kernel, None, "vocab")
+    # Along manual mesh axes: the gradient of a kernel that devices share is summed over them once.
+    hidden, kernel, weights = varying((hidden, kernel, weights), hidden, kernel, weights, targets)
 
     def chunks(x: Array) -> Array:
         """Reshapes ``[..., T, *]`` to ``[chunks, rows, tokens, *]``; devices share each chunk."""
@@ -101,7 +108,7 @@ def cross_entropy(
         x, targets, weights = part
         flat = x if sharding is not None else x.reshape(-1, dim)
         logits = (flat @ kernel.astype(x.dtype)).reshape(*targets.shape, -1)
-        logits = constrain(sharding, logits, "batch", "sequence", None, "vocab")
+        logits = constrain(sharding, logits, *LOGITS_AXES)
         logits = capped(logits.astype(total.dtype), logit_softcap)
         known = (targets >= 0) & (targets < kernel.shape[1])
         index = jnp.where(known, targets, 0)[..., None]
@@ -111,8 +118,15 @@ def cross_entropy(
         losses = losses * jnp.where(known, 1, unknown) * weights.astype(losses.dtype)
         return total + jnp.sum(losses), None
 
-    start = jnp.zeros((), at_least_float32(hidden.dtype))
+    start = varying(jnp.zeros((), at_least_float32(hidden.dtype)), hidden)
     return jax.lax.scan(add, start, tuple(map(chunks, (hidden, targets, weights))))[0]
+
+
+def _logits_held(sharding: Sharding | None, shape: tuple[int, ...]) -> int:
+    """Returns how many logits of an array with ``LOGITS_AXES`` one device has."""
+    if sharding is not None:
+        shape = sharding.named(LOGITS_AXES, shape, "the logits").shard_shape(shape)
+    return math.prod(shape)
 
 
 def _sequence_parts(sharding: Sharding | None, length: int) -> int:

@@ -168,7 +168,7 @@ def assert_phase_equivariant(
 
     Raises:
       SymmetryError: if it does not hold.
-      ValueError: if no argument is a state, or their last axes differ.
+      ValueError: if no argument is a state, one is a number, or their last axes differ.
     """
     phases = random_phases(key, _last_axis(args, in_states) // 2)
     action, inverse = _transforming(phases), _transforming(-phases)
@@ -207,7 +207,7 @@ def assert_orthogonal_equivariant(
 
     Raises:
       SymmetryError: if it does not hold.
-      ValueError: if no argument is a state, or their last axes differ.
+      ValueError: if no argument is a state, one is a number, or their last axes differ.
     """
     size = _last_axis(args, in_states)
     for reflection, name in ((False, "rotations"), (True, "reflections")):
@@ -521,8 +521,15 @@ def _time(args: tuple[Tree, ...], in_axes: Tree) -> int:
 def _last_axis(args: tuple[Tree, ...], in_states: Tree) -> int:
     """Returns the length of the states' last axes, which must agree."""
     flags = _specs("in_states", in_states, args)
-    leaves = jax.tree.leaves(args)
-    sizes = {x.shape[-1] for x, is_state in zip(leaves, flags, strict=True) if is_state}
+    sizes = set()
+    for (name, x), is_state in zip(_named("argument", args).items(), flags, strict=True):
+        if is_state:
+            require(
+                np.ndim(x) > 0,
+                f"in_states marks {name}, which must be an array with the axes of a state; got "
+                f"{x!r}",
+            )
+            sizes.add(np.shape(x)[-1])
     if len(sizes) != 1:
         raise ValueError(
             "in_states must mark states with last axes of one length; those marked have lengths "

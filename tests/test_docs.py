@@ -132,6 +132,42 @@ def test_code_prints_what_the_page_shows(path, workplace, page):
         assert printed.getvalue() == block.output, f"{name(path)}:{block.line}"
 
 
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("bias", jnp.ones((4, 4))),
+        ("log_decay", jnp.ones((4, 2))),
+        ("logit_softcap", 2.0),
+        ("logits_fn", lambda logits, rows: 2 * logits),
+        ("weights_fn", lambda logits, rows: jax.nn.sigmoid(logits)),
+        ("mask", jnp.tri(4, dtype=bool)),
+        ("query_offset", 1),
+    ],
+)
+def test_the_backend_of_a_page_refuses_what_it_lacks(keyword, value, page):
+    """It would leave it out in silence."""
+    code = python_blocks(ROOT / "docs" / "howto" / "backend.md")[0].code
+    exec(code, page)
+    q = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(NotImplementedError, match=keyword):
+        tape_jax.attention(q, q, q, implementation="two_calls", **{keyword: value})
+
+
+def test_functions_of_rows_on_a_page_have_gradients_where_no_key_is_seen(page):
+    blocks = python_blocks(ROOT / "docs" / "howto" / "encoding.md")
+    (code,) = (block.code for block in blocks if "def logits_fn" in block.code)
+    page.update(jax=jax, jnp=jnp, tape=tape_jax)
+    exec(code, page)
+    x, mask = page["x"], jnp.tri(6, k=-1, dtype=bool)
+
+    def total(gate):
+        page["gate"] = gate
+        functions = {name: page[name] for name in ("logits_fn", "weights_fn")}
+        return tape_jax.attention(x, x, x, mask=mask, **functions)[0].sum()
+
+    assert jnp.isfinite(jax.grad(total)(page["gate"])).all()
+
+
 def test_what_is_not_run_is_counted():
     left_out = {name(p): sum(bool(b.reason) for b in python_blocks(p)) for p in WITH_CODE}
     assert {page: count for page, count in left_out.items() if count} == NOT_RUN

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import Experts, Transformer
+from tape_jax import Experts, Transformer, losses
 from tape_jax.losses import added_by_routers, cross_entropy
 from tape_jax.sharding import ShardingConfig
 from tests.models import random_variables, small_model
@@ -104,6 +104,16 @@ def test_a_mesh_that_does_not_divide_the_sequence():
     lenient = dataclasses.replace(sharding, strict=False)
     found = jax.jit(functools.partial(cross_entropy, sharding=lenient))(*args)
     np.testing.assert_allclose(found, plain(*args), rtol=1e-5)
+
+
+def test_a_chunk_holds_the_logits_of_one_device(monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 64)
+    args = arrays((4,), 16, vocab=16, dtype=jnp.float32)
+    sharding = ShardingConfig(fsdp=2, sequence=2, tensor=2).build()
+    loss = functools.partial(cross_entropy, sharding=sharding)
+    # Of each token 2 rows of 8 logits are there, so 4 of its 8 tokens fit.
+    assert "length=2" in str(jax.make_jaxpr(loss)(*args))
+    np.testing.assert_allclose(jax.jit(loss)(*args), plain(*args), rtol=1e-5)
 
 
 @pytest.mark.slow

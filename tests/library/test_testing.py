@@ -61,6 +61,39 @@ def test_random_state():
         testing.random_state(key(), (5, 3, 7))
     with pytest.raises(ValueError, match="r=2"):
         testing.random_state(key(), (5, 3, 8), r=2)
+    for options, message in (
+        ({"l": 0}, "l must be a positive integer or None; got 0"),
+        ({"l": 2, "r": -1}, "r must be a positive integer or None; got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            testing.random_state(key(), (5, 3, 8), **options)
+    with pytest.raises(ValueError, match=r"shape must be that of keys, \[.*D\]; got \(\)"):
+        testing.random_state(key(), ())
+    with pytest.raises(ValueError, match="each of shape must be an integer from 0 on; got -3"):
+        testing.random_state(key(), (-3, 8))
+
+
+@pytest.mark.parametrize("size", [-1, 0])
+def test_sizes_that_do_not_exist(size):
+    with pytest.raises(ValueError, match=f"r must be a positive integer; got {size}"):
+        testing.random_orthogonal(key(), size, reflection=True)
+    with pytest.raises(ValueError, match="n must be an integer from 0 on; got -1"):
+        testing.random_phases(key(), -1)
+
+
+@pytest.mark.parametrize(
+    ("draw", "size"),
+    [
+        (testing.random_state, (5, 3, 8)),
+        (testing.random_phases, 4),
+        (testing.random_orthogonal, 4),
+    ],
+)
+def test_types_that_are_disabled(draw, size):
+    with pytest.raises(ValueError, match="dtype = float64 needs 64-bit types, which are disabled"):
+        draw(None, size, dtype="float64")
+    with jax.enable_x64(True):
+        assert draw(None, size, dtype="float64").dtype == jnp.float64
 
 
 def test_draws_do_not_depend_on_the_precision():
@@ -321,6 +354,8 @@ PHASE = testing.assert_phase_equivariant
         (CAUSAL, (np.ones(4, int),), {"in_axes": 0, "out_axes": 0}, "two values to exchange"),
         (PHASE, (X,), {"in_states": False, "out_states": False}, "none at all"),
         (PHASE, (X, X[0, 0, :1]), {"in_states": True, "out_states": True}, r"lengths \[1, 2\]"),
+        (PHASE, (X, 2.0), {"in_states": True, "out_states": True}, r"argument\[1\], .* got 2\.0"),
+        (PHASE, ([[1.0]],), {"in_states": True, "out_states": True}, r"argument.* got 1\.0"),
     ],
 )
 def test_wrong_calls(check, args, described, problem):

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         clock=Clock(begun),
         tune=args.tune,
     )
-    if distributed.is_main():
+    if distributed.is_main():  # It restores the model for its own devices, without the others.
         _judge(args, wanted.evaluation, asked)
     distributed.report(messages.next_commands(args.run, wanted, evaluated=args.evaluate))
 

@@ -134,9 +134,12 @@ class Checkpoints:
     ) -> tuple[int, T]:
         """Loads the newest intact checkpoint.
 
+        All processes must call it if ``template`` lies on the devices of several. For a template
+        on this process's own devices, as in an evaluation, only this process loads.
+
         Args:
           template: pytree of arrays or ``jax.ShapeDtypeStruct``; a leaf without sharding is put on
-            the first device.
+            this process's first device.
           data: a grain iterator to be moved to its saved position; or None.
           sums: is set to the saved ``sums``, or unchanged if there are none; or None.
           partial: ``template`` holds only some of the saved entries, such as ``{"params": ...}``.
@@ -147,10 +150,18 @@ class Checkpoints:
         Raises:
           ValueError: if there is no intact checkpoint, or it does not fit ``template``.
         """
-        step = distributed.agreed(self._newest_intact)
+        abstract = _placed(template)
+        alone = all(x.sharding.is_fully_addressable for x in jax.tree.leaves(abstract))
+        step = self._newest_intact() if alone else distributed.agreed(self._newest_intact)
         if not (self._path(step) / "sums").is_dir():
             sums = None
-        return step, self._load(step, template, _positions(data=data, sums=sums), partial)
+        context = ocp.Context()
+        context.pytree_options.loading.partial_load = partial
+        if alone:
+            context.multiprocessing_options.primary_host = jax.process_index()
+            context.multiprocessing_options.active_processes = {jax.process_index()}
+        with context:
+            return step, self._load(step, abstract, _positions(data=data, sums=sums))
 
     def forget_after(self, step: int) -> None:
         """Makes the checkpoints later than ``step`` not count; their folders stay for now."""
@@ -173,24 +184,14 @@ class Checkpoints:
             self._report(f"checkpoint {self._path(step)} is damaged and not used: {problems[0]}")
         raise ValueError(f"all {len(steps)} checkpoints in {self.folder} are damaged")
 
-    def _load(self, step: int, template: T, others: dict[str, Any], partial: bool) -> T:
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device
-            ),
-            template,
-        )
+    def _load(self, step: int, abstract: T, others: dict[str, Any]) -> T:
         parts = {"state": abstract} | others
-        context = ocp.Context()
-        context.pytree_options.loading.partial_load = partial
-        with context:
-            try:
-                state = ocp.load_checkpointables(self._path(step), parts)["state"]
-            except (KeyError, ValueError) as error:
-                raise ValueError(
-                    f"checkpoint {self._path(step)} does not fit this model: {error}"
-                ) from error
+        try:
+            state = ocp.load_checkpointables(self._path(step), parts)["state"]
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"checkpoint {self._path(step)} does not fit this model: {error}"
+            ) from error
         for part in others.values():
             require(part.refused is None, f"cannot go on from {self._path(step)}: {part.refused}")
         return state
@@ -253,6 +254,17 @@ class Checkpoints:
 
     def _manifest(self, step: int) -> Path:
         return self.folder / f"{step:08d}.sha256"
+
+
+def _placed(template: T) -> T:
+    """Returns shapes and types with their places, by default this process's first device."""
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device
+        ),
+        template,
+    )
 
 
 def _positions(**parts: Any) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import multihost_utils
 
 import tape_jax as tape
 from tape_jax import Transformer
@@ -272,7 +271,7 @@ def restore_model(
 
 
 def restore_for_evaluation(folder: Path, mesh: ShardingConfig | None = None) -> TrainedRun:
-    """Restores a run's model, placed for evaluation.
+    """Restores a run's model, placed for evaluation by this process alone.
 
     Args:
       folder: the run's.
@@ -406,6 +405,8 @@ def adapted(
 def write_adapter(folder: Path, start: Start, params: Any) -> Path:
     """Writes an adapted run's parameters, for :func:`tape_jax.adapt.load_adapter`.
 
+    All processes call it; the first one writes.
+
     Args:
       folder: the run's.
       start: what its training started from.
@@ -417,13 +418,10 @@ def write_adapter(folder: Path, start: Start, params: Any) -> Path:
     made = start.adapted
     assert made is not None
     assert made.base is not None
-    if jax.process_count() > 1:
-        params = multihost_utils.process_allgather(params, tiled=True)
-    if jax.process_index() == 0:
-        variables = {"params": merge(params, start.frozen)}
-        save_adapter(
-            folder / ADAPTER, made.model, variables, made.rules, base=made.base, method=made.method
-        )
+    variables = {"params": merge(params, start.frozen)}
+    save_adapter(
+        folder / ADAPTER, made.model, variables, made.rules, base=made.base, method=made.method
+    )
     return folder / ADAPTER
 
 

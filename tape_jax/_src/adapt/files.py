@@ -22,10 +22,11 @@ from tape_jax._src.adapt.identity import (
     digest,
     encoding_to_json,
     fingerprint,
+    gathered,
     is_flat,
 )
 from tape_jax._src.adapt.rules import Rule, parse_rule, table, trainable_mask
-from tape_jax._src.core.checks import from_mapping, require, require_in_one_process, typed
+from tape_jax._src.core.checks import from_mapping, require, typed
 from tape_jax._src.core.files import import_safetensors, write_atomically
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import Transformer
@@ -54,6 +55,8 @@ def save_adapter(
     of all layers, one tensor per layer. Its metadata says how to make the model from the base, and
     holds the base's fingerprint.
 
+    If parameters are split over processes, all of these must call it; the first of them writes.
+
     Args:
       path: the file; an existing one is replaced.
       model: the adapted model.
@@ -65,23 +68,22 @@ def save_adapter(
     Raises:
       ValueError: if a parameter that no rule chooses, or the size of the model, differs from the
         base, as far as the fingerprint tells.
-      NotImplementedError: if safetensors is not installed, or other processes hold parts of the
-        parameters.
+      NotImplementedError: if safetensors is not installed.
     """
     check_variables(variables)
     safetensors = import_safetensors("adapter files")
     rules = [parse_rule(rule) for rule in rules]
-    for name, x in flatten_dict(variables["params"], sep="/").items():
-        require_in_one_process(name, x)
     mask = by_path(trainable_mask(model, rules))
     chosen = {name for name, layers in mask.items() if any(layers.values())}
     _check_rest(base, fingerprint(model, variables), chosen)
     kept = {
-        block_name(first, name): np.asarray(x)
+        block_name(first, name): gathered(x)
         for name, leaves in by_path(variables["params"]).items()
         for first, x in leaves.items()
         if name in chosen or name not in base.tensors
     }
+    if jax.process_index() != _writer(variables["params"]):
+        return
     by_layer = restack(unflatten_dict(kept, sep="/"), model, unrolled(model))
     tensors = {
         name: np.asarray(x, order="C") for name, x in flatten_dict(by_layer, sep="/").items()
@@ -109,6 +111,15 @@ def save_adapter(
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(Path(path), write)
+
+
+def _writer(params: Any) -> int:
+    """Returns the first of the processes that hold parts of arrays; if none is split, this one."""
+    devices: set[Any] = set()
+    for x in jax.tree.leaves(params):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            devices |= x.sharding.device_set
+    return min((device.process_index for device in devices), default=jax.process_index())
 
 
 def _check_rest(base: Fingerprint, own: Fingerprint, chosen: Collection[str]) -> None:

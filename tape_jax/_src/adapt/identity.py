@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from tape_jax._src import positions
 from tape_jax._src.core.checks import require, typed
+from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
@@ -119,12 +120,27 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
 
 def _sample(x: Any, stacked: bool) -> np.ndarray:
     """Returns evenly strided entries of each layer of ``x``, ``[layers or 1, ...]``."""
+    if not isinstance(x, jax.Array):
+        return _strided(x, stacked)  # Of a type that jax might narrow.
+    return gathered(_whole_strided(x, stacked))
+
+
+def _strided(x: Any, stacked: bool) -> Any:
+    """Returns what :func:`_sample` does, where ``x`` is."""
     shape = x.shape[1:] if stacked else x.shape
     strides = tuple(slice(None, None, max(n // SAMPLES, 1)) for n in shape)
-    rows = x[(slice(None), *strides)] if stacked else x[strides][None]
-    if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
-        rows = multihost_utils.process_allgather(rows, tiled=True)
-    return np.asarray(rows)
+    return x[(slice(None), *strides)] if stacked else x[strides][None]
+
+
+# Strides over an axis that is split are refused where the mesh has explicit axes.
+_whole_strided = automatic_inside(lambda given, shape: ())(_strided)
+
+
+def gathered(x: Any) -> np.ndarray:
+    """Returns all of an array; if it is split over processes, all of these must call it."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
 
 
 def digest(x: np.ndarray) -> str:

@@ -215,13 +215,16 @@ def attention_plan(
     }
     plans = []
 
-    def decide(arrays: dict[int, Array]) -> None:
-        args, kwargs = jax.tree.unflatten(tree, [arrays.get(n, x) for n, x in enumerate(leaves)])
+    @automatic_inside(lambda given, shapes: ())
+    def decide(leaves: list[Any]) -> Array:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
         request = normalize(*args, **kwargs)
         plan = _plan(request, choice.candidates(request, names, options or {}))
         plans.append(_with_operations(plan, request))
+        # A result, for its sharding names the mesh.
+        return jnp.zeros(())
 
-    jax.eval_shape(decide, arrays)
+    jax.eval_shape(lambda arrays: decide([arrays.get(n, x) for n, x in enumerate(leaves)]), arrays)
     return plans[0]
 
 

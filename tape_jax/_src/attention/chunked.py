@@ -30,6 +30,7 @@ from tape_jax._src.attention.request import (
     from_rows,
     hide,
     pairs_to_rows,
+    refuse,
     refuse_rows,
     scaled_beforehand,
     to_rows,
@@ -37,6 +38,7 @@ from tape_jax._src.attention.request import (
 from tape_jax._src.attention.visibility import Visibility, visible_blocks
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import positive
+from tape_jax._src.core.explicit import varying, varying_names
 from tape_jax._src.core.padding import pad_to_multiple
 from tape_jax._src.core.partition import once_differentiated
 
@@ -50,8 +52,13 @@ BLOCK_LOGITS_ELSEWHERE = 2**24
 
 
 def check(request: Request) -> None:
-    """Raises NotImplementedError for calls that need whole rows of logits."""
+    """Raises NotImplementedError for calls that need whole rows of logits, or lack derivatives."""
     refuse_rows(request)
+    refuse(
+        callable(request.bias)
+        and bool(varying_names(request.q, request.k, request.v, request.visibility)),
+        "a function as bias= has no derivative here in jax.shard_map: give that check_vma=False",
+    )
 
 
 def attend(
@@ -76,6 +83,7 @@ def attend(
         for name, size in (("block_q", block_q), ("block_k", block_k))
     )
     default_q, default_k = default_blocks(request)
+    request = _varying_alike(request)
     q, k = request.rotated()
     q, scale = scaled_beforehand(q, request.scale)
     blocks = Blocks(
@@ -104,6 +112,16 @@ def attend(
     out = from_rows(out, request.query_heads, blocks.block_q)[:, : request.query_length]
     width = request.v.shape[-1]
     return out[..., :width], None if out.shape[-1] == width else out[..., width:]
+
+
+def _varying_alike(request: Request) -> Request:
+    """Return a call whose arrays that have gradients vary along manual mesh axes alike.
+
+    Gradients of arrays that devices share are then summed once, outside of the loops.
+    """
+    names = ("q", "k", "v", "state", "query_state", "bias", "log_decay")
+    found = {name: getattr(request, name) for name in names}
+    return dataclasses.replace(request, **varying(found, found, request.visibility))
 
 
 def default_blocks(request: Request) -> tuple[int, int]:
@@ -321,7 +339,8 @@ def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Arr
             jnp.zeros((*rows, 1), acc),
             jnp.zeros((*rows, arrays.values.shape[-1]), acc),
         )
-        top, total, out = lax.fori_loop(*blocks.visible_keys(i, arrays.visibility), step, start)
+        limits = blocks.visible_keys(i, arrays.visibility)
+        top, total, out = lax.fori_loop(*limits, step, varying(start, arrays))
         total = jnp.where(total > 0, total, 1)
         return out / total, top, total
 
@@ -383,13 +402,14 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
             else:
                 shapes = jax.eval_shape(visit, i, j)
                 nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-                parts = lax.cond(meet[i, j], lambda: visit(i, j), lambda: nothing)
+                parts = lax.cond(meet[i, j], lambda: visit(i, j), lambda: varying(nothing, arrays))
             if bias is not None:
                 d_bias = bias.add(d_bias, parts[3], i, j)
             return dq + parts[0], (_add_at(dk, parts[1], j), _add_at(d_values, parts[2], j), d_bias)
 
         dq = jnp.zeros((*arrays.q.shape[:2], blocks.rows, arrays.q.shape[-1]), acc)
-        dq, totals = lax.fori_loop(*blocks.visible_keys(i, arrays.visibility), step, (dq, totals))
+        limits = blocks.visible_keys(i, arrays.visibility)
+        dq, totals = lax.fori_loop(*limits, step, (varying(dq, arrays), totals))
         return totals, dq
 
     start = (
@@ -398,7 +418,7 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
         None if bias is None else bias.zero_gradient(arrays.bias),
     )
     index = jnp.arange(blocks.query_blocks, dtype=jnp.int32)
-    (dk, d_values, d_bias), dq = lax.scan(query_block, start, index)
+    (dk, d_values, d_bias), dq = lax.scan(query_block, varying(start, arrays), index)
     return Arrays(
         q=_join(dq) * blocks.scale,
         k=dk * blocks.scale,

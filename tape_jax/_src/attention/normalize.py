@@ -26,10 +26,10 @@ from tape_jax._src.core.checks import (
     broadcasts,
     concrete,
     instance,
-    not_negative,
     real,
     require,
     truth,
+    window,
 )
 from tape_jax._src.core.sharding import Sharding
 
@@ -174,11 +174,8 @@ def _visibility(
 
 def _window(what: str, given: Any) -> tuple[int, int] | None:
     """Return the keys a query sees on either side of its own; ValueError for anything else."""
-    if given is None:
-        return None
-    sizes = given if isinstance(given, tuple | list) else (given, given)
-    left, right = (not_negative(what, size) for size in sizes)
-    return left, right
+    sizes = window(what, given)
+    return (sizes, sizes) if isinstance(sizes, int) else sizes
 
 
 def _within_lengths(

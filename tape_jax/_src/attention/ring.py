@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
 from tape_jax._src.attention import chunked
 from tape_jax._src.attention.block_bias import DecayBias
@@ -94,17 +95,24 @@ def attend(
     count = sharding.shards("sequence")
     batch, length = request.q.shape[:2]
     check_chunks(length, count, names)
+    q, k = request.rotated()
+    state = request.attended_state()
+    if state is not None:
+        state = jnp.broadcast_to(state, (batch, *state.shape[1:]))
+    v = request.v.astype(request.compute_dtype)
+    inputs = _Inputs(q, k, v, state, request.visibility.segments, request.log_decay)
+    specs = _specs(sharding, inputs)
     shared = request.kv_heads == 1
     require(
-        shared or sharding.mesh_axes("heads") == sharding.mesh_axes("kv_heads"),
-        "ring attention needs query heads and key/value heads split alike; the rules put heads on "
-        f"{sharding.mesh_axes('heads')} and kv_heads on {sharding.mesh_axes('kv_heads')}",
+        shared or specs.q[2] == specs.k[2],
+        "ring attention needs query heads and key/value heads split alike; the mesh splits "
+        f"{request.query_heads} heads over {specs.q[2]} and {request.kv_heads} kv_heads over "
+        f"{specs.k[2]}",
     )
+    rows, _, heads, _ = NamedSharding(sharding.mesh, specs.q).shard_shape(q.shape)
     chunk = length // (CHUNKS * count)
     block_q = positive("block_q", block_q, optional=True)
     block_k = positive("block_k", block_k, optional=True)
-    heads = request.query_heads // sharding.shards("heads")
-    rows = batch // sharding.shards("batch")
     default = chunked.block_length(chunk, max(rows * heads, 1))
     band = request.visibility.band
     ring = _Ring(
@@ -124,13 +132,7 @@ def attend(
             softcap=request.softcap,
         ),
     )
-    q, k = request.rotated()
-    state = request.attended_state()
-    if state is not None:
-        state = jnp.broadcast_to(state, (batch, *state.shape[1:]))
-    v = request.v.astype(request.compute_dtype)
-    inputs = _Inputs(q, k, v, state, request.visibility.segments, request.log_decay)
-    out = _attend_compiled(ring, sharding, _specs(sharding, inputs), inputs)
+    out = _attend_compiled(ring, sharding, specs, inputs)
     width = request.v.shape[-1]
     return out[..., :width], None if state is None else out[..., width:]
 

@@ -148,29 +148,26 @@ class Visibility:
 
     def of_queries(self, start: int | Array, size: int) -> Visibility:
         """Return the visibility for ``size`` queries from ``start`` on."""
-
-        def cut(pair: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
-            return None if pair is None else (part(pair[0], start, size, 1), pair[1])
-
-        return dataclasses.replace(
-            self,
-            query_offset=self.query_offset + start,
-            segments=cut(self.segments),
-            mask=None if self.mask is None else part(self.mask, start, size, 2),
-            counts=cut(self.counts),
-        )
+        return self._cut(0, start, size, self.query_offset + start)
 
     def of_keys(self, start: int | Array, size: int) -> Visibility:
         """Return the visibility for ``size`` keys from ``start`` on."""
+        return self._cut(1, start, size, self.query_offset - start)
+
+    def _cut(self, side: int, start: int | Array, size: int, offset: int | Array) -> Visibility:
+        """Return the visibility for some of the queries (side 0) or keys (side 1)."""
 
         def cut(pair: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
-            return None if pair is None else (pair[0], part(pair[1], start, size, 1))
+            if pair is None:
+                return None
+            own = part(pair[side], start, size, 1)
+            return (pair[0], own) if side else (own, pair[1])
 
         return dataclasses.replace(
             self,
-            query_offset=self.query_offset - start,
+            query_offset=offset,
             segments=cut(self.segments),
-            mask=None if self.mask is None else part(self.mask, start, size, 3),
+            mask=None if self.mask is None else part(self.mask, start, size, 2 + side),
             counts=cut(self.counts),
         )
 

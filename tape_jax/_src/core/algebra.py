@@ -24,6 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tape_jax._src.core.checks import as_array
+
 Array = jax.Array
 Shaped = Array | jax.ShapeDtypeStruct
 
@@ -129,6 +131,7 @@ def rotate(q: Array, state: Array) -> Array:
     Raises:
       ValueError: if the shapes do not fit, or either is not floating-point.
     """
+    q, state = as_array("q", q), as_array("state", state)
     _check_floating("q", q)
     tensor = check_state(state, q, name="state", of="q") == 3
     state = repeat_heads(align_state(state), q.shape[-2], tensor=tensor)
@@ -165,11 +168,18 @@ def transform(state: Array, omega: Array) -> Array:
       and angles are computed in at least float32.
 
     Raises:
-      ValueError: if ``omega`` does not fit the state, or the state is not floating-point.
+      ValueError: if ``omega`` does not fit the state or is not real, or the state is not
+        floating-point.
     """
+    state, omega = as_array("state", state), as_array("omega", omega)
     _check_floating("state", state)
-    omega, wide = jnp.asarray(omega), at_least_float32(state.dtype)
-    if omega.ndim >= 2:
+    wide = at_least_float32(state.dtype)
+    if omega.ndim > 2 or jnp.issubdtype(omega.dtype, jnp.complexfloating):
+        raise ValueError(
+            "transform: omega must be a real matrix, phases or a phase; got "
+            f"{omega.dtype} of shape {omega.shape}"
+        )
+    if omega.ndim == 2:
         if state.ndim < 3 or omega.shape[-2:] != (state.shape[-1], state.shape[-1]):
             raise ValueError(
                 f"transform: a matrix omega of shape {omega.shape} acts on a tensor state "

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.checks import typed
+from tape_jax._src.core.checks import not_negative, positive, require, require_x64, typed
 
 Array = jax.Array
 Tree = Any
@@ -47,7 +47,12 @@ def random_orthogonal(
       r: its size.
       reflection: True: determinant -1; False: +1; None: either.
       dtype: its type; None: jax's default float.
+
+    Raises:
+      ValueError: if ``r`` is not positive; for a 64-bit type while those are disabled.
     """
+    r = positive("r", r)
+    require_x64(dtype=dtype)
     q, triangle = np.linalg.qr(generator_of(key).standard_normal((r, r)))
     q = q * np.sign(np.diag(triangle))
     if reflection is not None and (np.linalg.det(q) < 0) != reflection:
@@ -57,7 +62,13 @@ def random_orthogonal(
 
 @typed
 def random_phases(key: Array | None, n: int, *, dtype: Any = None) -> Array:
-    """Draws ``[n]`` phases in radians, uniform in ``[-pi, pi)``."""
+    """Draws ``[n]`` phases in radians, uniform in ``[-pi, pi)``.
+
+    Raises:
+      ValueError: if ``n`` is negative; for a 64-bit type while those are disabled.
+    """
+    n = not_negative("n", n)
+    require_x64(dtype=dtype)
     return jnp.asarray(generator_of(key).uniform(-np.pi, np.pi, n), dtype)
 
 
@@ -83,9 +94,13 @@ def random_state(
       ``[..., T, H, D]``, in tensor form ``[..., T, H, D / l, l, r]``.
 
     Raises:
-      ValueError: if ``l`` does not divide ``D``, or ``D`` is odd in rotary form.
+      ValueError: if ``l`` does not divide ``D``, or ``D`` is odd in rotary form; if ``shape`` has
+        no axis, or ``l`` or ``r`` is not positive; for a 64-bit type while those are disabled.
     """
-    *lead, dim = shape
+    l, r = positive("l", l, optional=True), positive("r", r, optional=True)
+    require_x64(dtype=dtype)
+    require(len(shape) > 0, f"shape must be that of keys, [..., T, H, D]; got {shape}")
+    *lead, dim = (not_negative("each of shape", n) for n in shape)
     if l is None and (r is not None or dim % 2):
         raise ValueError(f"the rotary form has an even D and no r; got shape {shape}, r={r}")
     if l is not None and dim % l:

@@ -70,6 +70,22 @@ def names_of(x: Any, ndim: int | None = None) -> Names:
     return spec if ndim is None else (None,) * (ndim - len(spec)) + spec
 
 
+def tuple_of(names: Any) -> tuple[str, ...]:
+    """Return the mesh axes that split one axis, None, a name or several, as a tuple."""
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+def distinct(spec: Names) -> Names:
+    """Return what splits each axis, without mesh axes that split an earlier one."""
+    taken: set[str] = set()
+    found: list[Any] = []
+    for names in map(tuple_of, spec):
+        own = tuple(name for name in names if name not in taken)
+        taken.update(own)
+        found.append(own if len(own) > 1 else own[0] if own else None)
+    return tuple(found)
+
+
 def joined(what: str, *candidates: Any) -> Any:
     """Return the mesh axes of a shared axis.
 
@@ -85,14 +101,40 @@ def joined(what: str, *candidates: Any) -> Any:
     return next(iter(found), None)
 
 
+def varying_names(*trees: Any) -> frozenset[str]:
+    """Return the manual mesh axes, those of ``jax.shard_map``, along which any array may vary."""
+    arrays = (x for x in jax.tree.leaves(trees) if isinstance(x, jax.Array))
+    names: frozenset[str] = frozenset()
+    return names.union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def varying(tree: Any, *like: Any) -> Any:
+    """Return arrays as such that may vary along manual mesh axes.
+
+    The carry of a loop needs it from the start. Gradients of arrays that devices share are summed
+    over devices where this is called, once.
+
+    Args:
+      tree: of arrays.
+      *like: trees of arrays: the result may vary along all :func:`varying_names` of them.
+    """
+    names = varying_names(like)
+
+    def cast(x: Any) -> Any:
+        missing = sorted(names - varying_names(x))
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
 def automatic_inside(
     place: Callable[[Mapping[str, Any], Any], Any],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: inside the function all axes of meshes are automatic.
+    """A decorator: inside the function no axes of meshes are explicit, but automatic.
 
     Args:
       place: maps the arguments by name and the results' shapes to a tree of
-        :data:`Names` for the results.
+        :data:`Names` for the results. What splits an axis does not split a later one too.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -111,13 +153,17 @@ def automatic_inside(
                 args, kwargs = jax.tree.unflatten(tree, filled)
                 return function(*args, **kwargs)
 
+            # Others may be manual: those must stay.
+            types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
+            cast = functools.partial(jax.sharding.auto_axes, inside, axes=axes)
             whole = NamedSharding(mesh, PartitionSpec())
-            shapes = jax.eval_shape(jax.sharding.auto_axes(inside, out_sharding=whole), arrays)
+            shapes = jax.eval_shape(cast(out_sharding=whole), arrays)
             specs = place(signature.bind(*args, **kwargs).arguments, shapes)
             out = jax.tree.map(
-                lambda _, names: NamedSharding(mesh, PartitionSpec(*names)), shapes, specs
+                lambda _, names: NamedSharding(mesh, PartitionSpec(*distinct(names))), shapes, specs
             )
-            return jax.sharding.auto_axes(inside, out_sharding=out)(arrays)
+            return cast(out_sharding=out)(arrays)
 
         return call
 

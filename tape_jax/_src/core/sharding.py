@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.core.checks import choose, nearest, require, typed
-from tape_jax._src.core.explicit import automatic
+from tape_jax._src.core.explicit import automatic, tuple_of
 
 Array = jax.Array
 Axes = tuple[str | None, ...]
@@ -75,7 +75,7 @@ def _checked_rule(rule: Any) -> Rule:
         f"sharding: a rule is a pair (logical axis, mesh axis, several or None); got {rule!r}",
     )
     name, target = rule
-    targets = () if target is None else (target,) if isinstance(target, str) else tuple(target)
+    targets = tuple_of(target)
     for axis in targets:
         choose(f"mesh axis of the sharding rule for {name!r}", axis, MESH_AXES)
     return name, target if target is None or isinstance(target, str) else targets
@@ -195,8 +195,7 @@ class Sharding:
         """
         for name, target in self.rules:
             if name == axis:
-                names = () if target is None else (target,) if isinstance(target, str) else target
-                return tuple(n for n in names if n in self.mesh.shape)
+                return tuple(n for n in tuple_of(target) if n in self.mesh.shape)
         known = dict.fromkeys(name for name, _ in self.rules)
         raise ValueError(
             f"sharding: no rule names the logical axis {axis!r}{nearest(axis, known)}; rules: "

@@ -17,7 +17,7 @@ from tape_jax._src.attention import AttentionPlan, recorded_plans
 from tape_jax._src.attention.zigzag import from_zigzag
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import check_fields, choose, require_x64
-from tape_jax._src.core.explicit import automatic_inside
+from tape_jax._src.core.explicit import automatic_inside, varying
 from tape_jax._src.core.segments import in_pieces, reordered
 from tape_jax._src.core.sharding import ParameterSpec, Sharding, constrain, splits_sequence
 from tape_jax._src.model import placement
@@ -523,6 +523,8 @@ class Transformer(nn.Module):
           recorded.
         """
         c, kind, length, name = self.config, Block, len(loop[0].layers), f"loop_{loop[0].layers[0]}"
+        # Along manual mesh axes tokens differ; states, equal at first, will too.
+        carry = varying(carry, carry)
         if c.remat != "none":
             kind = nn.remat(kind, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
         grouped = c.remat == "groups" and not (

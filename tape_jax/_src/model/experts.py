@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import require
+from tape_jax._src.core.explicit import varying
 from tape_jax._src.core.segments import reordered
 from tape_jax._src.core.sharding import Axes, Sharding, constrain
 from tape_jax._src.model.config import ACTIVATIONS, Experts
@@ -110,6 +111,12 @@ def mixture(
     kernels = {name: kernels[name] for name in ("gate", "up", "down")}
     if sharding is None:
         return _on_device(x, logits, kernels, experts, None, activation)
+    rows = len(x)
+    if not sharding.strict:
+        # Each device computes its own rows, so there must be some for each.
+        missing = -rows % sharding.shards("batch")
+        x, logits = (jnp.pad(array, ((0, missing), (0, 0), (0, 0))) for array in (x, logits))
+        sharding = _dividing(sharding, x.shape[1], kernels["gate"].shape)
     held = _token_axes(sharding)
     for axis in ("experts", "embed"):
         foreign = [name for name in sharding.mesh_axes(axis) if name not in held]
@@ -118,12 +125,6 @@ def mixture(
             f"sharding: the rule for {axis!r} names {', '.join(foreign)}, along which devices hold "
             "the same tokens: let 'mlp' be split there, which splits every expert",
         )
-    rows = len(x)
-    if not sharding.strict:
-        # Each device computes its own rows, so there must be some for each.
-        missing = -rows % sharding.shards("batch")
-        x, logits = (jnp.pad(array, ((0, missing), (0, 0), (0, 0))) for array in (x, logits))
-        sharding = dataclasses.replace(sharding, strict=True)
     tokens = sharding.spec((*TOKEN_AXES, None), x.shape, "the tokens of experts")
     specs = {name: sharding.spec(KERNEL_AXES[name], k.shape, name) for name, k in kernels.items()}
     on_device = functools.partial(
@@ -136,6 +137,19 @@ def mixture(
         out_specs=(tokens, tokens),
     )(x, logits, kernels)
     return out[:rows], chosen[:rows]
+
+
+def _dividing(sharding: Sharding, length: int, gate: tuple[int, ...]) -> Sharding:
+    """A strict sharding that leaves whole what the mesh does not divide, but for rows.
+
+    Args:
+      sharding: a lenient one.
+      length: of sequences.
+      gate: the shape of that kernel, ``[E, D, F]``.
+    """
+    sizes = zip(("sequence", "experts", "embed", "mlp"), (length, *gate), strict=True)
+    whole = [(axis, None) for axis, size in sizes if size % sharding.shards(axis)]
+    return dataclasses.replace(sharding, rules=(*whole, *sharding.rules), strict=True)
 
 
 def _on_device(
@@ -157,7 +171,7 @@ def _on_device(
         return _product(rows, kernels[name], sizes, KERNEL_AXES[name], sharding)
 
     # Marked here, ``x`` sums gradients over the parts of an expert by token, not by row.
-    rows = _varying(x, split).reshape(-1, x.shape[-1])
+    rows = varying(x, kernels).reshape(-1, x.shape[-1])
     rows = reordered(jnp.repeat(rows, experts.per_token, axis=0), order)
     rows = product(gated(product(rows, "gate"), product(rows, "up"), activation), "down")
     rows = reordered(rows, jnp.argsort(order)).reshape(*chosen.shape, -1)
@@ -180,16 +194,9 @@ def _product(
             kernel = lax.all_gather(kernel, names, axis=dim, tiled=True)
         return lax.ragged_dot(rows, kernel, sizes)
 
-    if sharding is not None:
-        own = {name for axis in axes if axis for name in sharding.mesh_axes(axis)}
-        kernel = _varying(kernel, tuple(n for n in _token_axes(sharding) if n not in own))
+    kernel = varying(kernel, rows)
     multiply = jax.checkpoint(multiply) if gathers else multiply
     return checkpoint_name(multiply(rows, kernel), PRODUCT)
-
-
-def _varying(x: Array, names: tuple[str, ...]) -> Array:
-    """Returns ``x``, equal along these mesh axes, as an array that may vary along them."""
-    return lax.pcast(x, names, to="varying") if names else x
 
 
 def _token_axes(sharding: Sharding) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tape_jax._src.core.checks import require, typed
+from tape_jax._src.core.explicit import tuple_of
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.parameters import full_name
 from tape_jax._src.positions.protocol import Encoding
@@ -192,7 +193,6 @@ def _restacked_sharding(
     spec = [*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec))]
     lead = spec.pop(0) if stacked else None
     if stack:
-        names = () if lead is None else (lead,) if isinstance(lead, str) else lead
-        divides = shape[0] % math.prod(sharding.mesh.shape[name] for name in names) == 0
+        divides = shape[0] % math.prod(sharding.mesh.shape[n] for n in tuple_of(lead)) == 0
         spec.insert(0, lead if divides else None)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)

@@ -123,9 +123,8 @@ def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> Any:
     """Return the mesh axes of the results on a mesh with explicit axes."""
     _, attended, cache = shapes
     lead = names_of(given["x"])[:-1]
-    heads = names_of(given["params"]["q"])[-1]
-    heads = None if heads in lead else heads
     if attended is not None:
+        heads = names_of(given["params"]["q"])[-1]
         attended = (*lead, heads, *[None] * (attended.ndim - len(lead) - 1))
     if cache is not None:
         cache = jax.tree.map(lambda _, x: names_of(x), cache, given["cache"])

@@ -38,7 +38,7 @@ def outputs(given: Mapping[str, Any], shapes: Any) -> Any:
         found = (*lead, *whole[len(lead) :])
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
         names, size = vocab
-        is_logits = is_float and x.shape == (*shape, size) and names not in lead
+        is_logits = is_float and x.shape == (*shape, size)
         return (*found[:-1], names) if is_logits else found
 
     def place_tree(tree: Any) -> Any:
@@ -52,8 +52,7 @@ def outputs(given: Mapping[str, Any], shapes: Any) -> Any:
 def logits(given: Mapping[str, Any], shapes: Any) -> Names:
     """Mesh axes of the results of ``model.project``."""
     del shapes
-    lead, names = names_of(given["hidden"])[:-1], _vocab_names(given["variables"])[0]
-    return (*lead, None if names in lead else names)
+    return (*names_of(given["hidden"])[:-1], _vocab_names(given["variables"])[0])
 
 
 def parameters(given: Mapping[str, Any], shapes: Any) -> Any:

@@ -27,7 +27,18 @@ ALONE = {
     "weights": "replaces the softmax",
     "window": "bounds what is seen",
 }
+PLACES = (*ALONE, "bias", "decay")
 
+# The place of a method: a combination calls only that of the encoding that acts there.
+PLACE_OF = {
+    "embed": "embedding",
+    "start": "state",
+    "start_from_embeddings": "state",
+    "rotation": "state",
+    "update_state": "state",
+    "logits_scale": "scale",
+    "local_window_size": "window",
+}
 
 # Terms that at most one encoding of a combination has.
 ONE_OF = ("state", "logits_fn", "weights_fn", "rewritten_keys", "features")
@@ -99,9 +110,10 @@ class Combined(Several):
       encodings: two or more, of different kinds.
 
     Raises:
-      ValueError: for fewer than two, two of a kind, or one that cannot be combined; if two have a
-        state, scale or rewrite the logits, replace the softmax, or add to the embeddings, or if one
-        reads one position per token while the state has several; also as each of them does.
+      ValueError: for fewer than two, two of a kind, or one that cannot be combined; for an unknown
+        place in ``acts_on``, or a method without its place there; if two have a state, scale or
+        rewrite the logits, replace the softmax, or add to the embeddings, or if one reads one
+        position per token while the state has several; also as each of them does.
     """
 
     encodings: tuple[Encoding, ...]
@@ -116,6 +128,8 @@ class Combined(Several):
                 bool(encoding.acts_on),
                 f"the encoding {encoding.kind!r} cannot be combined; got {self.kind!r}",
             )
+        for encoding in self.members:
+            self._check_places(encoding)
         for place, does in ALONE.items():
             found = [x.kind for x in self.encodings if place in x.acts_on]
             require(
@@ -131,6 +145,22 @@ class Combined(Several):
                 axes == 1 or encoding is self._state or not reads_positions,
                 f"{encoding.kind!r} reads one position a token, {self._state.kind!r} has axes = "
                 f"{axes}; got {self.kind!r}",
+            )
+
+    def _check_places(self, encoding: Encoding) -> None:
+        """Raises ValueError if the combination would leave out a part of ``encoding``."""
+        kind, acts_on = encoding.kind, encoding.acts_on
+        for place in acts_on:
+            require(
+                place in PLACES,
+                f"{kind!r} acts on an unknown place, {place!r}: expected some of "
+                f"{', '.join(map(repr, PLACES))}; got {self.kind!r}",
+            )
+        for name, place in PLACE_OF.items():
+            require(
+                place in acts_on or getattr(type(encoding), name) is getattr(Encoding, name),
+                f"{kind!r} overrides {name}, so {place!r} must be in its acts_on; got {acts_on} in "
+                f"{self.kind!r}",
             )
 
     @property
@@ -182,10 +212,16 @@ class Combined(Several):
             for name, spec in params(one).items()
         }
 
-    def _own(self, encoding: Encoding, params: Mapping[str, Any], names: Any) -> dict[str, Any]:
+    def _own(self, encoding: Encoding, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values of one encoding among ``params``, by its own names for them."""
-        prefix = self._prefix(encoding)
-        return {name: params[prefix + name] for name in names if prefix + name in params}
+        own, prefixes = self._prefix(encoding), [self._prefix(one) for one in self.encodings]
+        found = {}
+        for name, value in params.items():
+            # "inkling_" begins names of "inkling_local" too.
+            longest = max((p for p in prefixes if name.startswith(p)), key=len, default=None)
+            if longest == own:
+                found[name.removeprefix(own)] = value
+        return found
 
     @property
     def coordinate_axes(self) -> int:
@@ -219,7 +255,7 @@ class Combined(Several):
     def embed(
         self, params: dict[str, Array], coordinates: Array, sizes: Sizes, key: Array | None
     ) -> Array | None:
-        own = self._own(self._embedding, params, self._embedding.input_params(sizes))
+        own = self._own(self._embedding, params)
         return self._embedding.embed(own, coordinates, sizes, key)
 
     def start(self, positions: Array, sizes: Sizes, **options: Any) -> State:
@@ -250,7 +286,13 @@ class Combined(Several):
         return self._state.update_state(params, state, *args, **options)
 
     def loss(self, params: Sequence[Mapping[str, Array]], progress: Array | float) -> Array | None:
-        return self._state.loss(params, progress)
+        """The sum of what the encodings add, each given its own parameters."""
+        found = [
+            one.loss([self._own(one, layer) for layer in params], progress)
+            for one in self.encodings
+        ]
+        added = [loss for loss in found if loss is not None]
+        return functools.reduce(operator.add, added) if added else None
 
     def layer_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
         found = [self._terms_of(encoding, params, layer) for encoding in self.encodings]
@@ -270,8 +312,7 @@ class Combined(Several):
         if sizes is not layer.sizes:
             q = None if layer.q is None else jnp.repeat(layer.q, self.heads_per_query, axis=-2)
             layer = dataclasses.replace(layer, sizes=sizes, q=q)
-        specs = encoding.layer_params(sizes, updates=True)
-        terms = encoding.layer_terms(self._own(encoding, params, specs), layer.renamed(prefix))
+        terms = encoding.layer_terms(self._own(encoding, params), layer.renamed(prefix))
         kept = terms.kept or {}
         return terms._replace(kept={prefix + name: x for name, x in kept.items()})
 

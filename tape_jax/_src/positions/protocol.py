@@ -358,7 +358,18 @@ class Encoding:
         return None
 
     def pair_bias(self, params: dict[str, Array], query: Array, key: Array, sizes: Sizes) -> Array:
-        """Bias ``[..., H, Q, K]`` of the logits at positions ``[..., Q]`` and ``[..., K]``."""
+        """Returns the bias ``[..., H, Q, K]`` of the logits.
+
+        Args:
+          params: this layer's, as :meth:`layer_params` describes them.
+          query: positions of queries, ``[..., Q]``, or ``[..., Q, n]`` for ``n > 1`` coordinates
+            per token.
+          key: positions of keys, ``[..., K]`` or ``[..., K, n]``.
+          sizes: the model's.
+
+        Raises:
+          NotImplementedError: if the encoding has no such bias.
+        """
         raise NotImplementedError(f"the encoding {self.kind!r} does not bias the logits")
 
     def layer_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
@@ -370,9 +381,13 @@ class Encoding:
         """
         if type(self).pair_bias is Encoding.pair_bias:
             return Terms()
-        p = layer.positions
+
+        def positions(index: Array) -> Array:
+            p = layer.positions
+            return p[..., index] if self.coordinate_axes == 1 else p[..., index, :]
+
         return Terms(
-            bias=lambda i, j: self.pair_bias(params, p[..., i], p[..., j], layer.sizes),
+            bias=lambda i, j: self.pair_bias(params, positions(i), positions(j), layer.sizes),
         )
 
     def updates(self, layer: int, num_layers: int) -> bool:

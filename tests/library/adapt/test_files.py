@@ -13,6 +13,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax import Experts, RandomPositions, RopeScaling, Transformer, adapt, positions
+from tape_jax.sharding import Sharding
+from tests.library.core.test_explicit import mesh_of
 from tests.models import random_variables, small_model
 from tests.processes import in_two_processes
 
@@ -143,15 +145,35 @@ def test_trained_parameters_go_where_the_base_is(saved):
         assert "position" in name or x.devices() == {device}, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["tape", "lora"])
+def test_on_a_mesh_with_explicit_axes(tmp_path, method):
+    """Fingerprints are those of one device, inside ``jax.set_mesh`` and outside."""
+    base = small_model("rope", hidden_size=32, vocab_size=32)
+    variables, mesh = random_variables(base), mesh_of()
+    moved = jax.device_put(variables, Sharding(mesh).of(base, variables))
+    with jax.set_mesh(mesh):
+        made = adapt.adapt(base, moved, method, key=KEY)
+        save(tmp_path / "a.safetensors", made)
+        model, loaded = adapt.load_adapter(tmp_path / "a.safetensors", base, moved)
+    assert made.base == adapt.fingerprint(base, moved) == adapt.fingerprint(base, variables)
+    assert model == made.model
+    chex.assert_trees_all_equal(loaded, made.variables)
+    here = adapt.load_adapter(tmp_path / "a.safetensors", base, variables)[1]
+    chex.assert_trees_all_equal(jax.device_get(loaded), jax.device_get(here))
+
+
 SPLIT = """
+import os
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tape_jax import adapt
 from tests.models import random_variables, small_model
 
 model = small_model("rope")
 variables = random_variables(model)
-mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
+kind = AxisType[os.environ["AXES"]]
+mesh = Mesh(np.asarray(jax.devices()), ("x",), axis_types=(kind,))
 
 def split(x):
     axes = [axis for axis, size in enumerate(x.shape) if size % jax.device_count() == 0]
@@ -160,10 +182,9 @@ def split(x):
 
 sharded = jax.tree.map(split, variables)
 made = adapt.adapt(model, sharded, "tape", key=jax.random.key(0))
-try:
-    adapt.save_adapter("unused", made.model, made.variables, made.rules, base=made.base)
-except NotImplementedError as error:
-    print(json.dumps([made.base == adapt.fingerprint(model, variables), str(error)]))
+path = os.environ["ADAPTER"]
+adapt.save_adapter(path, made.model, made.variables, made.rules, base=made.base)
+print(json.dumps(made.base == adapt.fingerprint(model, variables)))
 """
 
 
@@ -176,10 +197,18 @@ class TestFingerprint:
             assert adapt.fingerprint(each, variables) == first
 
     @pytest.mark.slow
-    def test_of_parameters_that_are_split_over_processes(self):
-        for is_equal, message in in_two_processes(SPLIT, [{"XLA_FLAGS": ""}] * 2):
-            assert is_equal
-            assert "embedding is spread over several processes: gather the parameters" in message
+    @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+    def test_of_parameters_that_are_split_over_processes(self, tmp_path, axes):
+        """All take the fingerprint and gather what the file holds; the first one writes."""
+        paths = [tmp_path / "first.safetensors", tmp_path / "second.safetensors"]
+        environments = [{"XLA_FLAGS": "", "AXES": axes, "ADAPTER": str(path)} for path in paths]
+        assert in_two_processes(SPLIT, environments) == [True, True]
+        assert [path.exists() for path in paths] == [True, False]
+        base = small_model("rope")
+        variables = random_variables(base)
+        made = adapt.adapt(base, variables, "tape", key=jax.random.key(0))
+        loaded = adapt.load_adapter(paths[0], base, variables)[1]
+        chex.assert_trees_all_close(loaded, made.variables, atol=1e-6)
 
     def test_sees_every_parameter_of_every_layer(self):
         first = adapt.fingerprint(BASE, VARIABLES)

@@ -1,5 +1,6 @@
 """Attention around a ring of simulated devices against attention on one."""
 
+import dataclasses
 import functools
 
 import jax
@@ -151,6 +152,13 @@ def test_memory_falls_with_devices_and_only_permutations_are_needed():
 
 
 UNEVEN = ShardingConfig(sequence=2, tensor=2, rules=(("kv_heads", None),)).build(4)
+LENIENT = dataclasses.replace(mesh_of(sequence=2, tensor=4), strict=False)
+
+
+def test_a_lenient_mesh_leaves_whole_heads_that_it_does_not_divide():
+    case = Case("whole", heads=3, kv_heads=1, state_heads=1)
+    found = run(case, "float32", implementation="ring", sharding=LENIENT)
+    assert_as_on_one_device(found, case, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +170,12 @@ UNEVEN = ShardingConfig(sequence=2, tensor=2, rules=(("kv_heads", None),)).build
         ({"query_offset": 1}, NotImplementedError, "query_offset = 1"),
         ({"options": {"order": "zigzig"}}, ValueError, "unknown order of ring attention 'zigzig'"),
         ({"options": {"block_q": -4}}, ValueError, "block_q must be a positive integer"),
-        ({"sharding": UNEVEN}, ValueError, r"heads on \('tensor',\) and kv_heads on \(\)"),
+        ({"sharding": UNEVEN}, ValueError, "2 heads over tensor and 2 kv_heads over None"),
+        (
+            {"sharding": LENIENT, "q": jnp.zeros((B, T, 4, D))},
+            ValueError,
+            "4 heads over tensor and 2 kv_heads over None",
+        ),
         (
             {"sharding": mesh_of(data=4, sequence=2)},
             ValueError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,6 +41,23 @@ def test_blocks_that_position_lets_meet(band, offset):
             for m in range(0, size * count, size)
         ]
         assert [begin[n] <= m < end[n] for m in range(count)] == met
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("one", [False, True])
+def test_parts_are_those_of_the_whole(band, one):
+    """Of queries, of keys, and of both; arrays with one entry along an axis stay as they are."""
+    draw = functools.partial(np.random.default_rng(0).integers, dtype=np.int32)
+    ids, counts = ((draw(0, 3, (2, Q)), draw(0, 3, (2, K))) for _ in range(2))
+    mask = draw(0, 2, (2, 1, 1 if one else Q, K if one else 1)).astype(bool)
+    whole = Visibility(band, 2, ids, jnp.asarray(mask), counts)
+    pairs = np.broadcast_to(whole.pairs(Q, K), (2, 1, Q, K))
+    got = whole.of_queries(5, 4).pairs(4, K)
+    np.testing.assert_array_equal(np.broadcast_to(got, (2, 1, 4, K)), pairs[:, :, 5:9])
+    got = whole.of_keys(3, 6).pairs(Q, 6)
+    np.testing.assert_array_equal(np.broadcast_to(got, (2, 1, Q, 6)), pairs[..., 3:9])
+    got = whole.of_queries(5, 4).of_keys(3, 6).pairs(4, 6)
+    np.testing.assert_array_equal(np.broadcast_to(got, (2, 1, 4, 6)), pairs[:, :, 5:9, 3:9])
 
 
 def test_blocks_that_segments_and_mask_let_meet():

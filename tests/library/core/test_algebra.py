@@ -1,5 +1,6 @@
 """The algebra of states against complex numbers and matrices in numpy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,6 +170,20 @@ class TestTransform:
     def test_misfits(self, e, omega, words):
         with pytest.raises(ValueError, match=words):
             transform(jnp.zeros(e), jnp.zeros(omega))
+
+    @pytest.mark.parametrize("omega", [1j, np.eye(2) * 1j, np.zeros((1, 2, 2))])
+    def test_what_is_no_element_of_the_group(self, omega):
+        with pytest.raises(ValueError, match="omega must be a real matrix, phases or a phase; got"):
+            transform(jnp.zeros((5, 1, 4, 2, 2)), omega)
+
+
+def test_lists_are_arrays():
+    chex.assert_trees_all_equal(rotate([[[1.0, 2.0]]], [[0.0, 1.0]]), jnp.array([[[-2.0, 1.0]]]))
+    turned = jnp.array([[np.cos(0.5), np.sin(0.5)]])
+    chex.assert_trees_all_close(transform([[1.0, 0.0]], 0.5), turned)
+    for call in (lambda: rotate("none", [[0.0, 1.0]]), lambda: transform([[1.0, 0.0]], "none")):
+        with pytest.raises(ValueError, match="must be an array of numbers; got"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,22 @@ def test_padding_does_not_count_for_the_balance():
     assert all(abs(documents[name] - padded[name]) > 1e-6 for name in padded)
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"tensor": 4, "sequence": 2}], ids=str)
+def test_a_lenient_mesh_leaves_whole_what_it_does_not_divide(sizes):
+    """The width of tokens, or that of experts and the length."""
+    x, router, kernels = arrays((2, 7), np.float32)
+    sharding = dataclasses.replace(ShardingConfig(**sizes).build(), strict=False)
+
+    def both(sharding):
+        def total(x, router, kernels):
+            logits = router_logits(x, router, sharding)
+            return jnp.sin(mixture(x, logits, kernels, EXPERTS, sharding)[0]).sum()
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(x, router, kernels)
+
+    chex.assert_trees_all_close(both(sharding), both(None), rtol=1e-4, atol=1e-4)
+
+
 def test_rules_that_would_split_whole_experts():
     sharding = ShardingConfig(tensor=2, rules=(("experts", "tensor"), ("mlp", None))).build(2)
     x, router, kernels = arrays((2, 4), np.float32)

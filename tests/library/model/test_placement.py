@@ -162,6 +162,22 @@ def test_the_output_projection_by_itself(tied):
     chex.assert_trees_all_close(got, model.project(variables, hidden), atol=1e-5)
 
 
+def test_tokens_split_over_the_axis_of_the_vocabulary():
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    model = small_model("rope", tie_embeddings=True, vocab_size=16)
+    variables, tokens = random_variables(model), random_tokens(4, 3) % 16
+    moved = jax.device_put(variables, NamedSharding(mesh, P()))
+    (moved["params"]["embedding"],) = put(mesh, P("fsdp"), variables["params"]["embedding"])
+    with jax.set_mesh(mesh):
+        (there,) = put(mesh, (("data", "fsdp"),), tokens)
+        got = model.apply(moved, there)
+        (hidden,) = put(mesh, (("data", "fsdp"),), jnp.ones((4, 3, 16)))
+        projected = model.project(moved, hidden)
+    chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
+    specs = {jax.typeof(x).sharding.spec for x in (got, projected)}
+    assert specs == {P(("data", "fsdp"), None, None)}
+
+
 def test_apply_passes_on_what_it_is_given():
     """Tokens by name, and methods that take none."""
     _, (model, variables, tokens), _ = placed("rope")

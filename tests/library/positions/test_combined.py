@@ -1,6 +1,8 @@
 """Encodings that act together, and what does not go together."""
 
+import dataclasses
 import json
+from typing import ClassVar
 
 import chex
 import jax
@@ -9,9 +11,9 @@ import numpy as np
 import pytest
 
 import tape_jax as tape
-from tape_jax import ModelConfig, positions
+from tape_jax import ModelConfig, losses, positions
 from tape_jax._src.positions.creation import options_of
-from tape_jax.positions import create
+from tape_jax.positions import Encoding, Param, Rope, create, registry
 from tests.models import DIGITS, encoding, normal, random_variables, small_model
 
 COMBINATIONS = ("tape+alibi", "fox+alibi+t5", "abacus+fire", "learned+tape+fox")
@@ -88,6 +90,80 @@ def test_what_does_not_go_together(position, options, message):
 def test_a_combination_is_of_encodings():
     with pytest.raises(ValueError, match="each of encodings must be of the type Encoding; got 'r"):
         positions.Combined(("rope", "alibi"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Penalty(Encoding):
+    """Adds the sum of its parameters to the loss."""
+
+    kind: ClassVar[str] = "gg"
+    acts_on: ClassVar[tuple[str, ...]] = ("bias",)
+
+    def layer_params(self, sizes, *, updates):
+        return {"w": Param((2,), jax.nn.initializers.ones, (None,))}
+
+    def loss(self, params, progress):
+        return sum(layer["w"].sum() for layer in params) * (1 + progress)
+
+
+class Named(Penalty):
+    """Its name, and that of its parameters, begin with another's."""
+
+    kind: ClassVar[str] = "gg_w"
+
+
+def test_the_losses_of_all_encodings_are_added():
+    params = [{"gg_w": jnp.full(2, n), "gg_w_w": jnp.full(2, 10.0 * n)} for n in (1.0, 2.0)]
+    assert create(["rope", Penalty()]).loss(params, 0.5) == 9
+    assert create([Named(), Penalty(), "rope"]).loss(params, 0.5) == 99
+    assert create("rope+alibi").loss(params, 0.5) is None
+    relaxed = create(["tape_relaxed_equivariance", Penalty()], penalty=(3.0, 1.0))
+    mirrored = [{**layer, "mirror": jnp.ones(4)} for layer in params]
+    assert relaxed.loss(mirrored, 0.5) == 9 + 2 * 8
+
+
+def test_the_loss_of_a_model_has_that_of_a_bias():
+    """Its parameters have a prefix there, whatever encoding has the state."""
+    for position in ([Penalty()], ["rope", Penalty()], [Penalty(), "tape", "alibi"]):
+        model = small_model(create(position), num_layers=2)
+        variables = model.init(jax.random.key(0), jnp.ones((1, 2), int))
+        assert losses.added_by_encoding(model, variables["params"], 0.0) == 4
+
+
+def acting(base, *places, **methods):
+    """An encoding like ``base`` with other places, and with methods of its own."""
+    return type("My", (base,), {"kind": "my", "acts_on": places, **methods})()
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        (
+            acting(Rope, "rotation"),
+            "'my' acts on an unknown place, 'rotation': expected some of 'embedding', 'state', "
+            "'scale', 'logits', 'weights', 'window', 'bias', 'decay'; got 'my\\+alibi'",
+        ),
+        (
+            acting(Rope, "bias"),
+            r"'my' overrides start, so 'state' must be in its acts_on; got \('b",
+        ),
+        (acting(Encoding, "bias", embed=lambda *given: None), "overrides embed, so 'embedding'"),
+        (acting(Encoding, "bias", update_state=None), "overrides update_state, so 'state'"),
+        (acting(positions.Window, "bias"), "overrides local_window_size, so 'window'"),
+        (acting(positions.Inkling, "logits"), "overrides logits_scale, so 'scale'"),
+    ],
+)
+def test_what_a_combination_would_leave_out_is_refused(mine, message):
+    with pytest.raises(ValueError, match=message):
+        create([mine, "alibi"])
+
+
+def test_all_encodings_that_act_somewhere_combine():
+    """With one that has other places."""
+    for kind, cls in registry.items():
+        others = (x for x in ("window", "rope") if not {*registry[x].acts_on} & {*cls.acts_on})
+        for other in others if cls.acts_on else ():
+            assert combined(f"{kind}+{other}").kind == f"{kind}+{other}"
 
 
 def test_options_of_two_encodings():

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
+import chex
 import jax
 import numpy as np
 import pytest
 
+from tape_jax.adapt import load_adapter
 from tests.paths import ROOT
-from train.training import distributed, metrics
+from train.compare import evaluations
+from train.training import distributed, metrics, runs
 
 STEPS = 12
 OPTIONS = {
@@ -45,6 +48,7 @@ class Cluster:
         devices: int,
         steps: int = STEPS,
         program: tuple[str, ...] = ("-m", "train.main"),
+        then: tuple[str, ...] = (),
         **changes,
     ):
         changed = {**OPTIONS, **{name.replace("__", "."): x for name, x in changes.items()}}
@@ -53,7 +57,7 @@ class Cluster:
         options = [f"--config.{name}={value}" for name, value in changed.items()]
         options += [f"--config.train.steps={steps}", f"--run={run}", "--resume"]
         command = [sys.executable, *program, "train"]
-        command += [f"--config={config}", *options]
+        command += [f"--config={config}", *then, *options]
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -152,6 +156,29 @@ def test_processes_may_share_sequences(tmp_path):
     Cluster(two, 2, 1, **options).finish()
     assert len(losses(one)) == STEPS
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_first_evaluates_what_all_hold(tmp_path):
+    """Of parameters split over processes, also where an adapter of them is trained."""
+    base, adapted = tmp_path / "base", tmp_path / "adapted"
+    options = {
+        **{"sharding__data": 1, "steps": 4, "then": ("--evaluate", "--validate")},
+        **{"evaluation__longest": 2, "evaluation__samples_per_pair": 2},
+    }
+    Cluster(base, 2, 1, **options).finish()
+    Cluster(adapted, 2, 1, adapt__base=base, adapt__method="lora", **options).finish()
+    for run in (base, adapted):
+        written = evaluations.saved(run)
+        assert (run / "validation.json").exists()
+        evaluations.evaluate(run, runs.load(run).evaluation)  # In one process, on one device.
+        for name in ("step", "options", "result"):
+            assert evaluations.saved(run)[name] == written[name]
+
+    trained, below = runs.restore_model(adapted), runs.restore_model(base)
+    model, variables = load_adapter(adapted / runs.ADAPTER, below.model, below.variables)
+    assert model == trained.model
+    chex.assert_trees_all_equal(variables, trained.variables)
 
 
 def program(setting: str) -> tuple[str, str]:

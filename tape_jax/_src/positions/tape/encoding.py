@@ -141,7 +141,7 @@ def update_params(
     choose("attention_mix", attention_mix, ATTENTION_MIXES)
     choose("degree", degree, DEGREES)
     positive("hidden_size", hidden_size)
-    heads = num_kv_heads or num_heads
+    heads = positive("num_kv_heads", num_kv_heads, optional=True) or num_heads
     if num_heads < 1 or num_heads % heads:
         raise ValueError(f"num_heads = {num_heads} is not a multiple of num_kv_heads = {heads}")
     width = 4 * heads if width is None else width

@@ -23,7 +23,7 @@ from tape_jax._src.core.algebra import (
     is_tensor_form,
     precise_einsum,
 )
-from tape_jax._src.core.checks import choose, concrete, refuse, require, typed
+from tape_jax._src.core.checks import choose, concrete, positive, refuse, require, typed
 from tape_jax._src.core.explicit import automatic_inside, joined, names_of
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.positions.tape.mixing import (
@@ -198,7 +198,8 @@ def update_state(
     choose("norm", norm, NORMS)
     choose("activation", activation, ACTIVATIONS)
     names = implementation_names(implementation)
-    _check_types(state, attended, x, alpha)
+    positive("num_kv_heads", num_kv_heads, optional=True)
+    _check_types(params, state, attended, x, alpha)
     tensor, heads = _check_update(state, attended, x, params, num_kv_heads)
     require(
         jnp.shape(alpha) in ((), (heads,)),
@@ -295,6 +296,9 @@ def _written(call: UpdateCall) -> Array:
             call.x, call.params, call.alpha, call.activation, dtype=at_least_float32(dtype)
         )
         matrix = (matrix + jnp.eye(call.heads, dtype=matrix.dtype)).astype(dtype)
+        if call.splits_heads and flat.shape[-2] > 1:
+            # Devices split states as they split tokens, so all batch axes must be full.
+            flat = jnp.broadcast_to(flat, (*call.x.shape[:-1], *flat.shape[-2:]))
         flat = mix_heads(matrix, flat, call.sharding, call.product)
     return call.normalized(flat)
 
@@ -513,8 +517,13 @@ def implementation_names(implementation: str | Sequence[str] | None) -> tuple[st
     return names
 
 
-def _check_types(state: Any, attended: Any, x: Any, alpha: Any) -> None:
-    """Raises ValueError unless these are arrays of floats, and alpha an array or a number."""
+def _check_types(params: Any, state: Any, attended: Any, x: Any, alpha: Any) -> None:
+    """Raises ValueError unless these are arrays, of floats, and alpha an array or a number."""
+    for name, p in params.items():
+        require(
+            getattr(p, "ndim", 0) > 0,
+            f"params[{name!r}] must be an array with axes, as init_update makes it; got {p!r}",
+        )
     for name, value in {"state": state, "attended": attended, "x": x}.items():
         dtype = getattr(value, "dtype", None)
         start = "; give tape.rotary_state(...) to the first layer"

@@ -1,15 +1,18 @@
 """Biases against recorded tables and against definitions one pair at a time."""
 
+import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig
+from tape_jax import ModelConfig, init_cache
 from tape_jax._src.positions.fixed.bias import alibi_slopes
-from tape_jax.positions import Alibi, Fire, Kerple, T5Bias
+from tape_jax.positions import Alibi, Encoding, Fire, Kerple, Layer, T5Bias
+from tests.models import assert_near, random_tokens, random_variables, run, small_model
 
 
 def config(heads: int, **options) -> ModelConfig:
@@ -35,6 +38,41 @@ def test_integers_far_away_and_far_apart(encoding):
     with jax.enable_x64(True):
         want = bias("float64", jnp.int64)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Encoding):
+    """``-(h + 1)`` times the distance of two tokens on a grid, along rows and columns."""
+
+    kind: ClassVar[str] = "grid"
+    coordinate_axes: ClassVar[int] = 2
+
+    def pair_bias(self, params, query, key, sizes):
+        apart = jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1)
+        return -jnp.arange(1.0, sizes.num_heads + 1)[:, None, None] * apart[..., None, :, :]
+
+
+def test_a_bias_of_several_coordinates():
+    """Indices are of tokens, not of coordinates."""
+    at = np.random.default_rng(0).integers(0, 9, (2, 5, 2))
+    layer = Layer(jnp.zeros((2, 5, 16)), jnp.asarray(at), None, True, config(2).sizes)
+    queries, keys = [4, 1], [0, 3, 4]
+    got = Grid().layer_terms({}, layer).bias(jnp.array(queries), jnp.array(keys))
+    apart = [[[np.abs(x[i] - x[j]).sum() for j in keys] for i in queries] for x in at]
+    np.testing.assert_array_equal(got, np.einsum("h,bqk->bhqk", [-1, -2], apart))
+
+
+def test_a_model_with_a_bias_of_several_coordinates():
+    """A cache has the coordinates of earlier tokens."""
+    model = small_model(Grid(), num_layers=2)
+    variables, tokens = random_variables(model), random_tokens(2, 5)
+    at = jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 5, 2)))
+    full = run(model, variables, tokens, positions=at)
+    cache, found = init_cache(model, 2, 5), []
+    for part in (slice(0, 3), slice(3, 5)):
+        logits, cache = run(model, variables, tokens[:, part], positions=at[:, part], cache=cache)
+        found.append(logits)
+    assert_near(jnp.concatenate(found, 1), full)
 
 
 class TestAlibi:

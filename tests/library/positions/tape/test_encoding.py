@@ -125,6 +125,7 @@ class TestUpdate:
             ({"e": (3, 2, 8)}, r"state of shape \(3, 2, 8\) does not fit"),
             ({"e": (3, 2, 4, 2, 2), "mix": None}, r"state of shape .* does not fit"),
             ({"e": (8,)}, r"\[T, D\] or more axes; got \(8,\)"),
+            ({"mix": ()}, r"params\['mix'\] must be an array with axes, as init_update makes it"),
         ],
     )
     def test_misfits(self, change, words):
@@ -135,6 +136,14 @@ class TestUpdate:
         params = {name: z for name, z in made.items() if z is not None}
         with pytest.raises(ValueError, match=words):
             jax_update_state(params, e, a, x)
+
+    @pytest.mark.parametrize("heads", [0, -2])
+    def test_heads_are_a_positive_number(self, heads):
+        words = f"num_kv_heads must be a positive integer or None; got {heads}"
+        with pytest.raises(ValueError, match=words):
+            init_update(jax.random.key(0), 8, 4, num_kv_heads=heads)
+        with pytest.raises(ValueError, match=words):
+            jax_update_state({}, np.zeros((3, 8)), None, np.zeros((3, 5)), num_kv_heads=heads)
 
 
 class TestInitUpdate:

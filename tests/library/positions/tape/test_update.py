@@ -98,6 +98,20 @@ def test_states_that_lack_axes(shape):
     assert_near(result_and_gradients(args, d_out, **UNROLLED), want, 1e-5)
 
 
+def test_one_row_of_states_on_a_mesh():
+    """A state of one row, moved by outputs of many, with split heads."""
+    (params, e, _, x, alpha), _ = arguments("grouped", "float32", batch=(4,))
+    params, e = {n: z for n, z in params.items() if n != "mix"}, e[:1]
+    sharding = ShardingConfig(data=2, tensor=2).build(jax.devices()[:4])
+
+    def total(params, e, x, sharding=None):
+        return jnp.sin(update_state(params, e, None, x, alpha, sharding=sharding)).sum()
+
+    run = jax.jit(jax.value_and_grad(total, (0, 1, 2)), static_argnames="sharding")
+    got, want = run(params, e, x, sharding=sharding), run(params, e, x)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_tensor_states_are_written_out(x64):
     (params, *_, x, alpha), _ = arguments("grouped")
     e, a, d_out = (normal(2, 11, n, 4, 2, 3, seed=n) for n in (2, 4, 2))
