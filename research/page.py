@@ -16,7 +16,7 @@ from research.claims import Claim, standing
 from research.records import Record
 from research.study import Place, State, Study
 from research.suites import TAPE, Suite
-from research.trainings import BEYOND, PlannedTrainings
+from research.trainings import BEYOND, LEARNED, PlannedTrainings
 from research.verdicts import HEADER, Kind, Verdict
 from train.compare.plots import MARK, require_ours, save
 from train.evaluation.grids import text_table
@@ -34,8 +34,9 @@ LEGEND = (
     "80 % ([protocol](protocol.md#statistic))."
 )
 UNLEARNED = (
-    f"\\* Training was still improving, or no encoding had {HARDLY} % of the trained lengths "
-    "right: no finding about encodings."
+    "\\* No finding about encodings: nobody had learned the task, and training was still improving "
+    f"or nobody had {HARDLY} % of the trained lengths right. If some had learned it and training "
+    "still improved, this holds for what is not told apart alone."
 )
 
 Studies = Mapping[str, Any]
@@ -178,8 +179,8 @@ def _verdicts(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
         rows = []
         for claim, verdicts, _ in found:
             called = {kind: claim.word(kind) for kind in Kind}
-            if _unlearned(studies, claim):
-                called[Kind.NOT_TOLD] += "*"
+            for kind in _no_findings(studies, claim):
+                called[kind] += "*"
             said = {f: called[v.kind] for f, v in zip(claim.forms, verdicts, strict=True)}
             rows.append([claim.name, *(said.get(form, "") for form in forms)])
         table = text_table([suite.subject, *forms], rows)
@@ -199,14 +200,22 @@ def _verdicts(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
     yield "\n".join([f"| | {suite.subject} | verdict |", "|--:|---|---|", *lines])
 
 
-def _unlearned(studies: Studies, claim: Claim) -> bool:
-    """Returns whether training at a task still helped, or no rival has begun to learn it."""
+def _no_findings(studies: Studies, claim: Claim) -> set[Kind]:
+    """Returns the verdicts that say nothing about encodings (protocol, *Budgets*).
+
+    All, if nobody has learned the task and training still helped, or nobody has begun to learn it;
+    else only that forms are not told apart, if training still helped.
+    """
     if len(claim.studies) != 1:
-        return False
+        return set()
     study: PlannedTrainings = studies[claim.studies[0]]
-    means = study.learned().values()
+    best = max(study.learned().values(), default=None)
+    if best is None:
+        return set()
     improving = bool(study.budget and study.budget.improving)
-    return bool(means) and (improving or max(means) < HARDLY)
+    if best < (LEARNED if improving else HARDLY):
+        return set(Kind) - {Kind.UNFINISHED}
+    return {Kind.NOT_TOLD} if improving else set()
 
 
 def _tests(suite: Suite, studies: Studies, found: Judged, begun: Begun) -> Iterator[str]:

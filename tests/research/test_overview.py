@@ -1,12 +1,14 @@
 """All studies of a suite beside each other."""
 
 import dataclasses
+import types
+from typing import Any
 
 import pytest
 
 from research import overview, page, place_claims, suites
 from research.choosing import Curve
-from research.verdicts import wins
+from research.verdicts import Kind, wins
 from tests.research.results import BEYOND, INSIDE, choose_all, finish, finish_all
 
 
@@ -61,6 +63,20 @@ def test_what_hardly_anybody_has_learned_is_no_finding(two, place, curve, learne
     assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope", "none"]
     assert [text.get_text() for text in panel.texts][1::2] == ["62", "32", "22"]
     assert (page.UNLEARNED in text) == marked
+
+
+@pytest.mark.parametrize(
+    ("best", "improving", "number"), [(94, True, 3), (96, True, 1), (60, False, 0), (40, False, 3)]
+)
+def test_verdicts_that_say_nothing(best, improving, number):
+    study = types.SimpleNamespace(
+        learned=lambda: {"rope": 5, "none": best}, budget=types.SimpleNamespace(improving=improving)
+    )
+    claim: Any = types.SimpleNamespace(studies=["one"])
+    found = page._no_findings({"one": study}, claim)
+    assert len(found) == number
+    assert (Kind.NOT_TOLD in found) == bool(number)
+    assert Kind.UNFINISHED not in found
 
 
 @pytest.mark.slow

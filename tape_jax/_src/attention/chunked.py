@@ -51,12 +51,16 @@ BLOCK_LOGITS = {"cpu": 2**18}
 BLOCK_LOGITS_ELSEWHERE = 2**24
 
 
+# Fields of a request with gradients.
+DIFFERENTIABLE = ("q", "k", "v", "state", "query_state", "bias", "log_decay")
+
+
 def check(request: Request) -> None:
     """Raises NotImplementedError for calls that need whole rows of logits, or lack derivatives."""
     refuse_rows(request)
+    arrays = {name: getattr(request, name) for name in DIFFERENTIABLE if name != "bias"}
     refuse(
-        callable(request.bias)
-        and bool(varying_names(request.q, request.k, request.v, request.visibility)),
+        callable(request.bias) and bool(varying_names(arrays, request.visibility)),
         "a function as bias= has no derivative here in jax.shard_map: give that check_vma=False",
     )
 
@@ -119,8 +123,9 @@ def _varying_alike(request: Request) -> Request:
 
     Gradients of arrays that devices share are then summed once, outside of the loops.
     """
-    names = ("q", "k", "v", "state", "query_state", "bias", "log_decay")
-    found = {name: getattr(request, name) for name in names}
+    if callable(request.bias):
+        return request
+    found = {name: getattr(request, name) for name in DIFFERENTIABLE}
     return dataclasses.replace(request, **varying(found, found, request.visibility))
 
 

@@ -105,8 +105,8 @@ def attend(
     shared = request.kv_heads == 1
     require(
         shared or specs.q[2] == specs.k[2],
-        "ring attention needs query heads and key/value heads split alike; the mesh splits "
-        f"{request.query_heads} heads over {specs.q[2]} and {request.kv_heads} kv_heads over "
+        "ring attention needs query heads and key/value heads split alike; the mesh axes that "
+        f"split {request.query_heads} heads are {specs.q[2]}, {request.kv_heads} kv_heads "
         f"{specs.k[2]}",
     )
     rows, _, heads, _ = NamedSharding(sharding.mesh, specs.q).shard_shape(q.shape)

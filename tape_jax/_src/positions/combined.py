@@ -31,6 +31,7 @@ PLACES = (*ALONE, "bias", "decay")
 
 # The place of a method: a combination calls only that of the encoding that acts there.
 PLACE_OF = {
+    "coordinates": "embedding",
     "embed": "embedding",
     "start": "state",
     "start_from_embeddings": "state",
@@ -112,8 +113,8 @@ class Combined(Several):
     Raises:
       ValueError: for fewer than two, two of a kind, or one that cannot be combined; for an unknown
         place in ``acts_on``, or a method without its place there; if two have a state, scale or
-        rewrite the logits, replace the softmax, or add to the embeddings, or if one reads one
-        position per token while the state has several; also as each of them does.
+        rewrite the logits, replace the softmax, or add to the embeddings, or if they read
+        different numbers of coordinates; also as each of them does.
     """
 
     encodings: tuple[Encoding, ...]
@@ -137,15 +138,12 @@ class Combined(Several):
                 f"{' and '.join(map(repr, found))} do not go together: each {does}; got "
                 f"{self.kind!r}",
             )
-        axes = self.coordinate_axes
-        for encoding in self.encodings:
-            places = {"bias", "embedding", "logits"} & set(encoding.acts_on)
-            reads_positions = places and encoding.reads_positions
-            require(
-                axes == 1 or encoding is self._state or not reads_positions,
-                f"{encoding.kind!r} reads one position a token, {self._state.kind!r} has axes = "
-                f"{axes}; got {self.kind!r}",
-            )
+        axes = {one.kind: one.coordinate_axes for one in self._readers}
+        require(
+            len(set(axes.values())) < 2,
+            "encodings of a combination read as many coordinates a token as each other; got "
+            f"{axes}, of {self.kind!r}",
+        )
 
     def _check_places(self, encoding: Encoding) -> None:
         """Raises ValueError if the combination would leave out a part of ``encoding``."""
@@ -212,8 +210,13 @@ class Combined(Several):
             for name, spec in params(one).items()
         }
 
-    def _own(self, encoding: Encoding, params: Mapping[str, Any]) -> dict[str, Any]:
+    def _own(self, encoding: Encoding, params: Mapping[str, Any], names: Any) -> dict[str, Any]:
         """Returns the values of one encoding among ``params``, by its own names for them."""
+        prefix = self._prefix(encoding)
+        return {name: params[prefix + name] for name in names if prefix + name in params}
+
+    def _prefixed(self, encoding: Encoding, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what :meth:`_own` does where the names are not known: by the longest prefix."""
         own, prefixes = self._prefix(encoding), [self._prefix(one) for one in self.encodings]
         found = {}
         for name, value in params.items():
@@ -224,8 +227,15 @@ class Combined(Several):
         return found
 
     @property
+    def _readers(self) -> list[Encoding]:
+        """The encodings that read positions, and the one with a state."""
+        places = {"bias", "embedding", "logits", "state"}
+        readers = [x for x in self.encodings if x.reads_positions and places & set(x.acts_on)]
+        return [x for x in self.encodings if x in readers or x is self._state]
+
+    @property
     def coordinate_axes(self) -> int:
-        return self._state.coordinate_axes
+        return next((one.coordinate_axes for one in self._readers), 1)
 
     def _sizes(self, encoding: Encoding, sizes: Sizes) -> Sizes:
         """Returns the sizes for ``encoding``; all but the state's count the heads that it adds."""
@@ -255,7 +265,7 @@ class Combined(Several):
     def embed(
         self, params: dict[str, Array], coordinates: Array, sizes: Sizes, key: Array | None
     ) -> Array | None:
-        own = self._own(self._embedding, params)
+        own = self._own(self._embedding, params, self._embedding.input_params(sizes))
         return self._embedding.embed(own, coordinates, sizes, key)
 
     def start(self, positions: Array, sizes: Sizes, **options: Any) -> State:
@@ -288,7 +298,7 @@ class Combined(Several):
     def loss(self, params: Sequence[Mapping[str, Array]], progress: Array | float) -> Array | None:
         """The sum of what the encodings add, each given its own parameters."""
         found = [
-            one.loss([self._own(one, layer) for layer in params], progress)
+            one.loss([self._prefixed(one, layer) for layer in params], progress)
             for one in self.encodings
         ]
         added = [loss for loss in found if loss is not None]
@@ -312,7 +322,8 @@ class Combined(Several):
         if sizes is not layer.sizes:
             q = None if layer.q is None else jnp.repeat(layer.q, self.heads_per_query, axis=-2)
             layer = dataclasses.replace(layer, sizes=sizes, q=q)
-        terms = encoding.layer_terms(self._own(encoding, params), layer.renamed(prefix))
+        own = self._own(encoding, params, encoding.layer_params(sizes, updates=True))
+        terms = encoding.layer_terms(own, layer.renamed(prefix))
         kept = terms.kept or {}
         return terms._replace(kept={prefix + name: x for name, x in kept.items()})
 

@@ -170,11 +170,11 @@ def test_a_lenient_mesh_leaves_whole_heads_that_it_does_not_divide():
         ({"query_offset": 1}, NotImplementedError, "query_offset = 1"),
         ({"options": {"order": "zigzig"}}, ValueError, "unknown order of ring attention 'zigzig'"),
         ({"options": {"block_q": -4}}, ValueError, "block_q must be a positive integer"),
-        ({"sharding": UNEVEN}, ValueError, "2 heads over tensor and 2 kv_heads over None"),
+        ({"sharding": UNEVEN}, ValueError, "split 2 heads are tensor, 2 kv_heads None"),
         (
             {"sharding": LENIENT, "q": jnp.zeros((B, T, 4, D))},
             ValueError,
-            "4 heads over tensor and 2 kv_heads over None",
+            "split 4 heads are tensor, 2 kv_heads None",
         ),
         (
             {"sharding": mesh_of(data=4, sequence=2)},

@@ -79,7 +79,7 @@ def test_options_go_to_the_one_that_has_them():
             {"base": 3.0, "rope_base": 5.0},
             "each option of 'rope' is given once; got base, ",
         ),
-        ("rope+alibi", {"axes": 2}, "'alibi' reads one position a token, 'rope' has axes = 2"),
+        ("rope+alibi", {"axes": 2}, "as each other; got {'rope': 2, 'alibi': 1}"),
     ],
 )
 def test_what_does_not_go_together(position, options, message):
@@ -130,6 +130,51 @@ def test_the_loss_of_a_model_has_that_of_a_bias():
         assert losses.added_by_encoding(model, variables["params"], 0.0) == 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaled(Rope):
+    """RoPE with a parameter whose name begins with another's."""
+
+    kind: ClassVar[str] = "scaled"
+
+    def layer_params(self, sizes, *, updates):
+        return {"fox_gate": Param((1,), jax.nn.initializers.ones, (None,))}
+
+    def layer_terms(self, params, layer):
+        assert [*params] == ["fox_gate"]
+        return super().layer_terms(params, layer)
+
+
+def test_an_encoding_has_its_own_parameters_whatever_their_names():
+    model = small_model(create([Scaled(), "fox"]), num_layers=1)
+    model.init(jax.random.key(0), jnp.ones((1, 2), int))
+    assert any(name.endswith("position_fox_gate") for name in model.parameters())
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Encoding):
+    """Biases logits by the distance of two tokens on a grid."""
+
+    kind: ClassVar[str] = "grid"
+    acts_on: ClassVar[tuple[str, ...]] = ("bias",)
+    coordinate_axes: ClassVar[int] = 2
+
+    def pair_bias(self, params, query, key, sizes):
+        apart = jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1)
+        return -1.0 * apart[..., None, :, :]
+
+
+def test_as_many_coordinates_as_each_other():
+    both = create([Rope(axes=2), Grid(), "fox"])
+    assert both.coordinate_axes == create([Grid(), "fox"]).coordinate_axes == 2
+    model, tokens = small_model(both, num_layers=1), jnp.ones((1, 3), int)
+    at = jnp.array([[[0, 1], [2, 0], [5, 5]]])
+    variables = model.init(jax.random.key(0), tokens, positions=at)
+    chex.assert_tree_all_finite(model.apply(variables, tokens, positions=at))
+    for other in ("rope", "alibi"):
+        with pytest.raises(ValueError, match=f"as each other; got .*'{other}': 1"):
+            create([other, Grid()])
+
+
 def acting(base, *places, **methods):
     """An encoding like ``base`` with other places, and with methods of its own."""
     return type("My", (base,), {"kind": "my", "acts_on": places, **methods})()
@@ -148,6 +193,7 @@ def acting(base, *places, **methods):
             r"'my' overrides start, so 'state' must be in its acts_on; got \('b",
         ),
         (acting(Encoding, "bias", embed=lambda *given: None), "overrides embed, so 'embedding'"),
+        (acting(Rope, "state", coordinates=None), "overrides coordinates, so 'embedding'"),
         (acting(Encoding, "bias", update_state=None), "overrides update_state, so 'state'"),
         (acting(positions.Window, "bias"), "overrides local_window_size, so 'window'"),
         (acting(positions.Inkling, "logits"), "overrides logits_scale, so 'scale'"),
