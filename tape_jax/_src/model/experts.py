@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import require
 from tape_jax._src.core.explicit import varying
+from tape_jax._src.core.padding import pad_to_multiple
 from tape_jax._src.core.segments import reordered
 from tape_jax._src.core.sharding import Axes, Sharding, constrain
 from tape_jax._src.model.config import ACTIVATIONS, Experts
@@ -114,8 +115,8 @@ def mixture(
     rows = len(x)
     if not sharding.strict:
         # Each device computes its own rows, so there must be some for each.
-        missing = -rows % sharding.shards("batch")
-        x, logits = (jnp.pad(array, ((0, missing), (0, 0), (0, 0))) for array in (x, logits))
+        parts = sharding.shards("batch")
+        x, logits = (pad_to_multiple(array, parts, 0) for array in (x, logits))
         sharding = _dividing(sharding, x.shape[1], kernels["gate"].shape)
     held = _token_axes(sharding)
     for axis in ("experts", "embed"):

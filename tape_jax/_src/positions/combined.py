@@ -229,9 +229,12 @@ class Combined(Several):
     @property
     def _readers(self) -> list[Encoding]:
         """The encodings that read positions, and the one with a state."""
-        places = {"bias", "embedding", "logits", "state"}
-        readers = [x for x in self.encodings if x.reads_positions and places & set(x.acts_on)]
-        return [x for x in self.encodings if x in readers or x is self._state]
+        state, places = self._state, {"bias", "embedding", "logits"}
+        return [
+            x
+            for x in self.encodings
+            if x is state or (x.reads_positions and places & set(x.acts_on))
+        ]
 
     @property
     def coordinate_axes(self) -> int:

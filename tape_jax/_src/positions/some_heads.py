@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from tape_jax._src.core.checks import positive, require
+from tape_jax._src.core.padding import pad_to
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -68,7 +68,7 @@ def _with_others(terms: Terms, count: int) -> Terms:
     """Pads terms with zeros for ``count`` more heads."""
 
     def padded(x: Array, axis: int) -> Array:
-        return jnp.pad(x, [(0, count if n == axis % x.ndim else 0) for n in range(x.ndim)])
+        return pad_to(x, x.shape[axis] + count, axis)
 
     def widened(bias: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
         return lambda i, j: padded(bias(i, j), -3)

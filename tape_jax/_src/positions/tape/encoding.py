@@ -30,6 +30,7 @@ from tape_jax._src.core.checks import (
     type_name,
     typed,
 )
+from tape_jax._src.core.padding import pad_to
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles, check_start, magnitudes
 from tape_jax._src.positions.protocol import OPTION_TYPES, Param, State
@@ -123,8 +124,7 @@ def tensor_state(
     diagonal = np.eye(l // 2, dtype=theta.dtype)[:, None, :, None]
     state = rotation[..., None, :] * diagonal
     state = state.reshape(*theta.shape[:-1], 1, blocks, l, l)
-    padding = [(0, 0)] * (state.ndim - 1) + [(0, r - l)]
-    return jnp.pad(state, padding).astype(dtype)
+    return pad_to(state, r, -1).astype(dtype)
 
 
 def update_params(
