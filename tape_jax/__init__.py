@@ -27,8 +27,8 @@ from tape_jax._src.model.generate import (
 from tape_jax._src.model.linen import UpdateState
 from tape_jax._src.positions import init_update, rotary_state, tensor_state, update_state
 from tape_jax._src.positions.drawing import RandomPositions
+from tape_jax._src.positions.fixed.frequencies import RopeScaling
 from tape_jax._src.positions.fixed.pairs import halves_from_pairs
-from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.loading import from_pretrained
 from tape_jax._src.pretrained.saving import save_pretrained
 

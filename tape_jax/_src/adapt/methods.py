@@ -23,7 +23,8 @@ from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import replaced, restack, unrolled, with_position
 from tape_jax._src.model.parameters import full_name, lora_params
 from tape_jax._src.positions.creation import option_names
-from tape_jax._src.positions.fixed.rotary import START_FIELDS, RopeScaling
+from tape_jax._src.positions.fixed.frequencies import RopeScaling
+from tape_jax._src.positions.fixed.rope import START_FIELDS
 from tape_jax._src.positions.protocol import Param
 
 Array = jax.Array

@@ -25,7 +25,7 @@ from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.fixed.bias import alibi_slopes
-from tape_jax._src.positions.fixed.rotary import RopeScaling, frequencies
+from tape_jax._src.positions.fixed.frequencies import RopeScaling, frequencies
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import Encoding, default_positions
 

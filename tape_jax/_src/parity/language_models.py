@@ -30,7 +30,7 @@ from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.parameters import full_name
 from tape_jax._src.parity.deviations import TOLERANCE, Deviation, read_arrays, scaled_error
 from tape_jax._src.positions.ablations import split_tables
-from tape_jax._src.positions.fixed.rotary import RopeScaling
+from tape_jax._src.positions.fixed.frequencies import RopeScaling
 from tape_jax._src.positions.protocol import OfLayer, default_positions
 
 Array = jax.Array

@@ -44,16 +44,8 @@ from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
 from tape_jax._src.positions.fixed.features import Pope, RopePP
 from tape_jax._src.positions.fixed.fourier import Fope
-from tape_jax._src.positions.fixed.rotary import (
-    LongRope,
-    MRope,
-    PRope,
-    RandomRope,
-    Rope,
-    RopeScaling,
-    Xpos,
-    Yarn,
-)
+from tape_jax._src.positions.fixed.frequencies import RopeScaling
+from tape_jax._src.positions.fixed.rope import LongRope, MRope, PRope, RandomRope, Rope, Xpos, Yarn
 from tape_jax._src.positions.fixed.window import Window
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.tape.encoding import Tape

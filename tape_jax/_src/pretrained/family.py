@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tape_jax._src import positions
 from tape_jax._src.core.checks import positive, require
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.positions.fixed.rotary import RopeScaling
+from tape_jax._src.positions.fixed.frequencies import RopeScaling
 
 Fields = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"

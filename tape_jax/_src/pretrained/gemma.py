@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.positions.fixed.rotary import RopeScaling
+from tape_jax._src.positions.fixed.frequencies import RopeScaling
 from tape_jax._src.pretrained.family import (
     ATTENTION,
     FULL,

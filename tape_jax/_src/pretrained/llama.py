@@ -17,7 +17,7 @@ from tape_jax._src.core.checks import choose, positive, require, require_field
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.layout import OUTSIDE, block_name, by_path, replaced
-from tape_jax._src.positions.fixed.rotary import RopeScaling, frequencies
+from tape_jax._src.positions.fixed.frequencies import RopeScaling, frequencies
 from tape_jax._src.pretrained.families import FAMILIES, family_of, with_defaults, writer_of
 from tape_jax._src.pretrained.family import (
     FULL,

@@ -14,7 +14,8 @@ from tape_jax._src.core.checks import choose, require
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.contextual import rows as by_rows
 from tape_jax._src.positions.fixed.bias import alibi_slopes, distances
-from tape_jax._src.positions.fixed.rotary import content_state, frequencies, turned
+from tape_jax._src.positions.fixed.frequencies import frequencies
+from tape_jax._src.positions.fixed.rotary import content_state, turned
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from tape_jax._src.core.checks import choose, not_negative, positive, require, set_field
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.fixed.rotary import Rope, content_state, frequencies
+from tape_jax._src.positions.fixed.frequencies import frequencies
+from tape_jax._src.positions.fixed.rope import Rope
+from tape_jax._src.positions.fixed.rotary import content_state
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
 

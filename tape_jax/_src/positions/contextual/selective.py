@@ -14,7 +14,8 @@ from jax import lax
 
 from tape_jax._src.core.checks import choose, positive, require, set_field
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.fixed.rotary import content_state, frequencies
+from tape_jax._src.positions.fixed.frequencies import frequencies
+from tape_jax._src.positions.fixed.rotary import content_state
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 

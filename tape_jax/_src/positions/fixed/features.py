@@ -19,7 +19,8 @@ from tape_jax._src.core.algebra import (
 )
 from tape_jax._src.core.checks import require
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.fixed.rotary import Rope, state_at
+from tape_jax._src.positions.fixed.rope import Rope
+from tape_jax._src.positions.fixed.rotary import state_at
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Param, State
 

@@ -14,7 +14,8 @@ import numpy as np
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import not_negative, positive, require, set_field
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.fixed.rotary import angles, frequencies
+from tape_jax._src.positions.fixed.frequencies import frequencies
+from tape_jax._src.positions.fixed.rotary import angles
 from tape_jax._src.positions.protocol import Encoding, Param, State
 
 Array = jax.Array

@@ -32,7 +32,9 @@ from tape_jax._src.core.checks import (
 )
 from tape_jax._src.core.padding import pad_to
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles, check_start, magnitudes
+from tape_jax._src.positions.fixed.frequencies import RopeScaling
+from tape_jax._src.positions.fixed.rope import Rope
+from tape_jax._src.positions.fixed.rotary import angles, check_start, magnitudes
 from tape_jax._src.positions.protocol import OPTION_TYPES, Param, State
 from tape_jax._src.positions.tape.mixing import ACTIVATIONS
 from tape_jax._src.positions.tape.norms import NORMS, normalize
