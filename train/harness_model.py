@@ -26,6 +26,11 @@ from train.training.metrics import Progress
 # The harness's own values: the token limit of a model that names none, and of an answer.
 MAX_LENGTH = 2048
 MAX_NEW_TOKENS = 256
+# Options of answers, with the values that leave them greedy.
+GREEDY = {
+    **{"do_sample": False, "temperature": 0, "num_beams": 1},
+    **{"repetition_penalty": 1, "no_repeat_ngram_size": 0},
+}
 _SHAPES = 2
 
 
@@ -46,7 +51,7 @@ class TapeJax(TemplateLM):
         batch_size: int | str = 16,
         max_length: int | None = None,
         chunk: int | None = None,
-        add_bos_token: bool = True,
+        add_bos_token: bool | None = None,
         data: int = 1,
         fsdp: int = 1,
         tensor: int = 1,
@@ -63,7 +68,8 @@ class TapeJax(TemplateLM):
           max_length: tokens at most; None: those that the model takes or, if a Llama folder takes
             any number, those of its config; else 2,048.
           chunk: prompt tokens that are run at a time before an answer is written; None: all.
-          add_bos_token: whether the token that starts a document starts a text, if there is one.
+          add_bos_token: whether the token that starts a document starts a text, if there is one;
+            None: for a run yes, for a Llama folder as its tokenizer does.
           data, fsdp, tensor: devices along mesh axes; one may be -1: all that are left.
           max_batch_size, device: given by the harness, and not used.
 
@@ -79,7 +85,7 @@ class TapeJax(TemplateLM):
         )
         folder = Path(str(model if run is None else run))
         alone = (data, fsdp, tensor) == (1, 1, 1)
-        mesh = None if alone else ShardingConfig(data=data, fsdp=fsdp, tensor=tensor)
+        mesh = None if alone else ShardingConfig(int(data), int(fsdp), int(tensor))
         speaker = load(folder, None if adapter is None else Path(adapter), tokenizer, mesh)
         require(
             speaker.codec is not None,
@@ -87,6 +93,8 @@ class TapeJax(TemplateLM):
         )
         assert speaker.codec is not None
         self.codec = speaker.codec
+        if add_bos_token is None:
+            add_bos_token = model is None or self.codec.adds_bos
         self._adds_bos = add_bos_token and self.codec.bos is not None
         limit = runs.max_length(speaker.model.config)
         positive("tape_jax: max_length", max_length, optional=True)
@@ -203,9 +211,10 @@ class TapeJax(TemplateLM):
         groups = defaultdict(list)
         for number, request in enumerate(requests):
             options = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
-            if options.get("do_sample") or options.get("temperature"):
+            if any(options.get(name, off) != off for name, off in GREEDY.items()):
                 raise NotImplementedError(
-                    f"tape_jax answers greedily, and cannot sample; got {request.args[1]}"
+                    "tape_jax answers greedily, and cannot sample, search or penalise; got "
+                    f"{request.args[1]}"
                 )
             groups[tuple(options["until"]), int(options["max_gen_toks"])].append(number)
         answers, done = [""] * len(requests), 0

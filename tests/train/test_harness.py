@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -34,6 +35,15 @@ def llama(tmp_path_factory):
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(roles | kind))
     return folder
+
+
+def test_a_start_token_where_the_tokenizer_adds_one(llama, tmp_path):
+    alone = shutil.copytree(llama, tmp_path / "alone")
+    config = json.loads((alone / "tokenizer_config.json").read_text())
+    (alone / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": False}))
+    found, wanted = (TapeJax(model=str(folder)).tok_encode("fox") for folder in (alone, llama))
+    assert [0, *found] == wanted
+    assert TapeJax(model=str(alone), add_bos_token=True).tok_encode("fox") == wanted
 
 
 @pytest.fixture
@@ -109,8 +119,10 @@ def test_a_context_of_white_space_without_a_start_token(llama):
 def test_what_cannot_be_answered(llama):
     model = TapeJax(model=str(llama))
     sampled = SimpleNamespace(args=("a", {"do_sample": True, "temperature": 1.0}))
-    with pytest.raises(NotImplementedError, match="answers greedily, and cannot sample"):
-        model.generate_until([sampled])
+    beams = SimpleNamespace(args=("a", {"num_beams": 4}))
+    for wrong in (sampled, beams):
+        with pytest.raises(NotImplementedError, match="answers greedily, and cannot sample, sear"):
+            model.generate_until([wrong])
     with pytest.raises(ValueError, match="takes run=FOLDER or model=FOLDER; got run=None"):
         TapeJax()
     with pytest.raises(ValueError, match="leaves no room for a question in the 64"):
@@ -123,7 +135,7 @@ def test_the_command_line(llama, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    call = ["harness", "--model", "tape_jax", "--model_args", f"model={llama}"]
+    call = ["harness", "--model", "tape_jax", "--model_args", f"model={llama},data=-1"]
     call += ["--tasks", "tape_choices", "--include_path", str(TASKS), "--limit", "2"]
     monkeypatch.setattr(sys, "argv", call)
     assert harness.main() == 0

@@ -11,8 +11,10 @@ SENTENCES = [
 ] * 5
 
 
-def hugging_face(path: Path, specials=("<s>", "</s>", "<pad>"), vocab_size=300) -> Path:
-    """A byte-level BPE ``tokenizer.json``, with a post-processor that would add ``<s>``."""
+def hugging_face(
+    path: Path, specials=("<s>", "</s>", "<pad>"), vocab_size=300, *, starts=True
+) -> Path:
+    """A byte-level BPE ``tokenizer.json``, perhaps with a post-processor that would add ``<s>``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -25,7 +27,7 @@ def hugging_face(path: Path, specials=("<s>", "</s>", "<pad>"), vocab_size=300) 
         show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    if "<s>" in specials:
+    if starts and "<s>" in specials:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
         )

@@ -27,7 +27,8 @@ def figures(inside: Inside) -> dict[str, Figure]:
     if inside.states is not None:
         pictures["patterns.png"] = patterns(inside)
         pictures["drift.png"] = drift(inside)
-        pictures["moves.png"] = token_moves(inside)
+        if len(inside.layers) > 1:
+            pictures["moves.png"] = token_moves(inside)
     return pictures
 
 
@@ -43,7 +44,7 @@ def patterns(inside: Inside) -> Figure:
     reach = max(1.0, float(np.quantile(np.abs(products), 0.99)))
     figure = _panels(
         products,
-        ["start", *(f"entering layer {i + 1}" for i in range(1, len(e)))],
+        ["start", *(f"entering layer {n}" for n in inside.layers[1:])],
         "dot product of states",
         limits=(-reach, reach),
         colours="RdBu_r",
@@ -99,7 +100,7 @@ def drift(inside: Inside) -> Figure:
     angles = inside.phase_drift
     figure = Figure(figsize=(5.2 if angles is None else 14.0, 4.2), layout="constrained")
     panels = figure.subplots(1, 1 if angles is None else 3, squeeze=False)[0]
-    layers = np.arange(1, len(inside.relative_norms) + 1)
+    layers = np.array(inside.layers)
     _quantiles(panels[0], layers, inside.relative_norms, "norm relative to the start")
     panels[0].set_title("Norm", fontsize=BODY)
     if angles is not None:
@@ -142,7 +143,7 @@ def token_moves(inside: Inside) -> Figure:
     panel.set_xticks(range(len(labels)), labels, fontsize=TINY, family="monospace")
     if max(map(len, labels)) > 2:
         panel.tick_params(axis="x", labelrotation=90)
-    panel.set_yticks(range(len(moves)), [str(i + 1) for i in range(len(moves))], fontsize=SMALL)
+    panel.set_yticks(range(len(moves)), map(str, inside.layers[:-1]), fontsize=SMALL)
     panel.set_ylabel("layer", fontsize=SMALL)
     panel.set_xlabel("token", fontsize=SMALL)
     panel.set_title("How far each layer moves a token's state, relative to its norm", fontsize=BODY)

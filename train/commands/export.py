@@ -11,6 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+# Encodings that a Llama folder can have, beside windows and layers without rotation.
+ROTATIONS = ("rope", "yarn", "longrope")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
@@ -30,7 +33,8 @@ def run(args: argparse.Namespace) -> None:
     from train.training import messages, runs
 
     wanted, adapter = runs.load(args.run), args.run / runs.ADAPTER
-    kind = wanted.model.position.kind
+    position = wanted.model.position
+    kinds = {one.kind for one in position.members}
     use = f"it stays a run, {messages.generate(args.run, wanted.task, 'Once upon a time')}"
     base = wanted.adapt.base if wanted.adapt else None
     like = base if base and (Path(base) / "config.json").is_file() else None
@@ -38,8 +42,8 @@ def run(args: argparse.Namespace) -> None:
         call = f"generate --model={like} --adapter={adapter}"
         use = f"what was trained is in {adapter}, as {call} takes it"
     require(
-        kind in ("rope", "yarn"),
-        f"a Llama folder has no place for the position encoding {kind!r}: {use}",
+        not kinds.isdisjoint(ROTATIONS) and kinds <= {*ROTATIONS, "window", "none"},
+        f"a Llama folder has no place for the position encoding {position.kind!r}: {use}",
     )
     trained = runs.restore_model(args.run)
     model, variables = trained.model, trained.variables

@@ -64,5 +64,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         print(inspection.movers(inside))
         moved = ", ".join(f"{100 * x:.1f}" for x in inside.moved)
-        print(f"\nmoved from their start, entering each layer, % of their norm: {moved}")
+        layers = "each layer"
+        if len(inside.layers) < len(inside.maps):
+            layers = f"layers {', '.join(map(str, inside.layers))}"
+        print(f"\nmoved from their start, entering {layers}, % of their norm: {moved}")
     print(f"\nwritten: {', '.join(str(folder / name) for name in pictures)}")

@@ -82,7 +82,7 @@ METHODS = Choice.of_field(
     "adapt method",
     "adapt.method",
     adaptation.METHODS,
-    parts=lambda name: positions.kinds(name) if "+" in name else [name],
+    parts=lambda name: positions.kinds(name) if {"+", "/"} & {*name} else [name],
     combined="model.position.kind",
     beside=("--config.adapt.method=encoding",),
 )

@@ -21,6 +21,7 @@ import glob
 import gzip
 import json
 import os
+import reprlib
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -357,19 +358,25 @@ def _parse(where: str, line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
+        raise ValueError(f"{where}: not JSON, one object a line: {error}") from error
 
 
 def _record(where: str, record: Any, field: str) -> Document:
     """Returns the document in ``record[field]``; its text decides its side."""
-    require(isinstance(record, dict), f"{where}: expected an object with fields, got {record!r}")
-    require(
-        field in record,
-        f"{where}: there is no field {field!r}{nearest(field, record)}; it has: "
-        f"{', '.join(record)}",
-    )
+    # Messages are made only where they are needed: there may be many records, and long ones.
+    if not isinstance(record, dict):
+        advice = ": write one object on each line" if isinstance(record, list) else ""
+        raise ValueError(
+            f"{where}: expected an object with fields, got {reprlib.repr(record)}{advice}"
+        )
+    if field not in record:
+        raise ValueError(
+            f"{where}: there is no field {field!r}{nearest(field, record)}; it has: "
+            f"{', '.join(record)}"
+        )
     text = record[field]
-    require(isinstance(text, str), f"{where}: expected text in {field!r}, got {text!r}")
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: expected text in {field!r}, got {reprlib.repr(text)}")
     try:
         return Document(where, text.encode(), text)
     except UnicodeEncodeError as error:

@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,7 @@ class Tokenizer(abc.ABC):
       specials: ids of the special tokens by name.
       bos, eos, pad, unk: ids of the tokens for the start and the end of a document, for padding and
         for unknown text; None if there is no such token.
+      adds_bos: whether the tokenizer itself puts ``bos`` before a text.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Tokenizer(abc.ABC):
     eos: int | None = None
     pad: int | None = None
     unk: int | None = None
+    adds_bos: bool = True
 
     @property
     def padding(self) -> int:
@@ -146,7 +149,8 @@ class HuggingFaceTokenizer(_FileTokenizer):
     """A ``tokenizer.json``.
 
     A ``tokenizer_config.json`` beside it says which special token is the start of a document and so
-    on; without it, the usual names apply.
+    on, and perhaps whether one is put before a text; without it, the usual names apply, and what
+    the file itself does.
     """
 
     def __init__(self, name: str):
@@ -166,6 +170,12 @@ class HuggingFaceTokenizer(_FileTokenizer):
         self._name_specials(
             {token.content: i for i, token in added.items() if token.special}, _roles_beside(path)
         )
+        adds = _config_beside(path).get("add_bos_token")
+        require(
+            isinstance(adds, bool | None),
+            f"{path.parent}: add_bos_token must be true or false; got {adds!r}",
+        )
+        self.adds_bos = self.bos in self._tokenizer.encode("").ids if adds is None else adds
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -255,8 +265,8 @@ def _file_fingerprint(path: Path) -> str:
     return hashlib.sha256(json.dumps([content, roles], sort_keys=True).encode()).hexdigest()
 
 
-def _roles_beside(path: Path) -> dict[str, str]:
-    """Reads the special tokens in the ``tokenizer_config.json`` beside a ``tokenizer.json``."""
+def _config_beside(path: Path) -> dict[str, Any]:
+    """Reads the ``tokenizer_config.json`` beside a ``tokenizer.json``, if there is one."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return {}
@@ -265,13 +275,18 @@ def _roles_beside(path: Path) -> dict[str, str]:
     except ValueError as error:
         raise ValueError(f"{beside} is not JSON: {error}") from error
     require(isinstance(config, dict), f"{beside} must hold an object; got {type(config).__name__}")
-    found = {}
+    return config
+
+
+def _roles_beside(path: Path) -> dict[str, str]:
+    """Reads the special tokens that the file beside a ``tokenizer.json`` names."""
+    config, found = _config_beside(path), {}
     for role in _SPECIAL_NAMES:
         entry = config.get(f"{role}_token")
         text = entry.get("content") if isinstance(entry, dict) else entry
         require(
             isinstance(text, str) or entry is None,
-            f"{beside}: {role}_token must be text, or an object with content; got {entry!r}",
+            f"{path.parent}: {role}_token must be text, or an object with content; got {entry!r}",
         )
         if text:
             found[role] = text

@@ -23,13 +23,16 @@ class Inside:
       labels: [B][T] the tokens as text.
       maps: [layers, B, T, H, T] attention probabilities.
       states: [layers, B, T, H_kv, D] (rotary) or [layers, B, T, H_kv, M, L, R] (tensor): the
-        position state entering each layer; the first is the start; None for encodings without a
-        state.
+        position state entering each layer that reads it; the first is the start; None for encodings
+        without a state. Of a schedule with several states, the first that layers update, else the
+        first.
+      layers: the numbers of these layers, from 1.
     """
 
     labels: Sequence[Sequence[str]]
     maps: np.ndarray
     states: np.ndarray | None
+    layers: Sequence[int]
 
     @property
     def flat_states(self) -> np.ndarray:
@@ -47,7 +50,7 @@ class Inside:
     def moves(self) -> np.ndarray:
         """How far each layer moves a state, |e_after - e_before| / |start|: [layers - 1, B, T, H].
 
-        The last layer is left out: nothing reads its output state.
+        The last one that reads it is left out: nothing reads its output state.
         """
         start = np.linalg.norm(self.flat_states[0], axis=-1)
         return np.linalg.norm(np.diff(self.flat_states, axis=0), axis=-1) / start
@@ -96,18 +99,21 @@ def look(
         tail = e.shape[-3:] if e.ndim > keys.ndim else e.shape[-1:]
         return jnp.broadcast_to(e, (*keys.shape[:-1], *tail))
 
+    kinds = model.encoding.of_layers(config.num_layers)
+
     @jax.jit
     def run(variables: Any, tokens: jax.Array) -> Any:
         options: dict[str, Any] = {"return_states": True, "mutable": ["maps"]}
         (_, recorded), sown = model.apply(variables, tokens, **options)
-        kinds = model.encoding.of_layers(config.num_layers)
-        entering = [
-            one.encoding.rotation(one.own(state))[1]
-            for one, state in zip(kinds, recorded.position, strict=True)
-        ]
-        given = [e for e in entering if e is not None]
-        states = jnp.stack([full(e) for e in given]) if given else None
-        return sown["maps"], states
+        entering = {
+            layer: one.encoding.rotation(one.own(state))[1]
+            for layer, (one, state) in enumerate(zip(kinds, recorded.position, strict=True))
+        }
+        found = {layer: full(e) for layer, e in entering.items() if e is not None}
+        # Only one state: the distance of one from another says nothing.
+        moved = [kinds[layer].member for layer in found if kinds[layer].updates]
+        members = [*moved, *(kinds[layer].member for layer in found)]
+        return sown["maps"], {n: e for n, e in found.items() if kinds[n].member == members[0]}
 
     sown, states = run(variables, jnp.asarray(tokens))
     shape = (-1, batch, length, config.attention_heads, length)
@@ -119,7 +125,8 @@ def look(
     return Inside(
         labels,
         np.stack(maps).astype(np.float32),
-        None if states is None else np.asarray(states, np.float32),
+        np.stack([states[n] for n in states]).astype(np.float32) if states else None,
+        [n + 1 for n in states],
     )
 
 

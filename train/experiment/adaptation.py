@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax import ModelConfig, RopeScaling, Transformer, adapt
 from tape_jax.adapt import Adapted, Rule, restack
-from tape_jax.positions import Encoding, Rope
+from tape_jax.positions import Encoding, Rope, Tape
 from train.checks import choose, require
 
 Array = jax.Array
@@ -227,7 +227,8 @@ def _by_name(params: Any) -> dict[str, list[Any]]:
 
 def _options_of_its_own(position: Encoding) -> dict[str, Any]:
     """Returns TAPE's options that are not the base's."""
-    return {name: value for name, value in vars(position).items() if name not in OF_THE_BASE}
+    tape = next(one for one in position.members if isinstance(one, Tape))
+    return {name: value for name, value in vars(tape).items() if name not in OF_THE_BASE}
 
 
 def computed_as(

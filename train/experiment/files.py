@@ -113,8 +113,11 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
     encodings = base_model(section.base).position, experiment.model.position
     if section.method in ("drope", "encoding"):
         notes.append("encoding: " + " -> ".join(encoding.kind for encoding in encodings))
-    before, after = _scaling(encodings[0]) or RopeScaling(), _scaling(encodings[1])
-    if after is not None and after != before:
+    layers = [x.of_layers(experiment.model.num_layers) for x in encodings]
+    pairs = zip(*([_scaling(one.encoding) for one in each] for each in layers), strict=True)
+    for before, after in dict.fromkeys((old or RopeScaling(), new) for old, new in pairs):
+        if after is None or after == before:
+            continue
         change = f"scaling: {_spoken(before)} -> {_spoken(after)}"
         require(
             section.replace_scaling or before == RopeScaling(),

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tape_jax import ModelConfig, positions
-from tape_jax.adapt import rotary_start
-from tape_jax.positions import create, option_names, options_of
+from tape_jax import ModelConfig, Transformer, positions
+from tape_jax.adapt import in_place_of, with_scaling
+from tape_jax.positions import create, entry_options, option_names, options_of
 from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import ShardingConfig
 from train.checks import choose, require, require_known
@@ -21,7 +21,7 @@ from train.data.tokenizers import Tokenized
 from train.experiment import adaptation
 from train.experiment.adaptation import Adaptation
 from train.experiment.description import Experiment, TrainConfig
-from train.experiment.fields import build, build_field, convert, flatten, hints_of, shallow
+from train.experiment.fields import build, build_field, convert, flatten, hints_of
 from train.tasks import Task, task_name, task_type
 
 FORMAT = "tape-jax run, version 2"
@@ -137,14 +137,18 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelC
     hints = hints_of(ModelConfig)
     for name in values:
         require_known(name, hints, "model")
-    position = values.get("position", {})
-    position = {"kind": position} if isinstance(position, str) else dict(position)
-    wanted: positions.Encoding | None = None
-    if adapt.method == "tape":
-        own = {k: v for k, v in position.items() if k not in ("kind", *adaptation.OF_THE_BASE)}
+    stated = values.get("position", {})
+    stated = {"kind": stated} if isinstance(stated, str) else dict(stated)
+    # A run's record has the encoding of each layer of a schedule.
+    whole = encoding_of(stated, task) if "encodings" in stated else None
+    wanted = whole
+    if adapt.method == "tape" and stated.get("kind") == "tape":
+        del stated["kind"]
+    if whole is None and adapt.method == "tape":
+        own = {k: v for k, v in stated.items() if k not in ("kind", *adaptation.OF_THE_BASE)}
         wanted = build(positions.Tape, own, "model.position", "the encoding 'tape'")
-    elif adapt.method == "encoding":
-        wanted = _in_place_of(base_model(adapt.base).position, position, adapt, task)
+    elif whole is None and adapt.method == "encoding":
+        wanted = _in_place_of(base_model(adapt.base), stated, adapt, task)
     computed = {
         name: convert(values[name], hints[name], f"model.{name}")
         for name in adaptation.COMPUTED
@@ -152,20 +156,38 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelC
     }
     base = dataclasses.replace(base_model(adapt.base), **computed)
     model = _described(adapt, base, wanted)
-    for name in position:
-        known = options_of(model.position)
-        require_known(name, known, f"the encoding {model.position.kind!r}")
-    found = flatten(_model_to_json(model))
+    checked = {name: value for name, value in values.items() if name != "position"}
+    found = _model_to_json(model)
+    if whole is not None:
+        _require_same(adapt, "position", whole, model.position)
+    elif adapt.method != "encoding":
+        checked["position"], found["position"] = stated, _options_in_some_layer(model.position)
+        for name in stated:
+            require_known(name, found["position"], f"the encoding {model.position.kind!r}")
     found |= {"num_kv_heads": model.kv_heads, "head_dim": model.dim}
     found |= {"intermediate_size": model.mlp_size}
-    for name, value in flatten({**values, "position": position}).items():
-        value = tuple(value) if isinstance(value, list) else value
-        require(
-            value is None or name in adaptation.COMPUTED or value == found.get(name),
-            f"model.{name} = {value!r} does not agree with the base {adapt.base} and the method "
-            f"{adapt.method!r}, from which {found.get(name)!r} follows; it may be left out",
-        )
+    derived = flatten(found)
+    for name, value in flatten(checked).items():
+        if value is not None and name not in adaptation.COMPUTED:
+            value = tuple(value) if isinstance(value, list) else value
+            _require_same(adapt, name, value, derived.get(name))
     return model
+
+
+def _require_same(adapt: Adaptation, name: str, stated: Any, follows: Any) -> None:
+    """Raises ValueError for a field of the model that is not what follows from the base."""
+    require(
+        stated == follows,
+        f"model.{name} = {stated!r} does not agree with the base {adapt.base} and the method "
+        f"{adapt.method!r}, from which {follows!r} follows; it may be left out",
+    )
+
+
+def _options_in_some_layer(position: positions.Encoding) -> dict[str, Any]:
+    """Returns the options of an encoding; of a schedule with TAPE, those of a layer with TAPE."""
+    layers = position.encodings if isinstance(position, positions.Layers) else (position,)
+    tape = (x for x in layers if any(isinstance(one, positions.Tape) for one in x.members))
+    return options_of(next(tape, position))
 
 
 @functools.lru_cache(maxsize=256)
@@ -177,7 +199,7 @@ def _described(
 
 
 def _in_place_of(
-    old: positions.Encoding, position: Mapping[str, Any], adapt: Adaptation, task: Task
+    base: ModelConfig, position: Mapping[str, Any], adapt: Adaptation, task: Task
 ) -> positions.Encoding:
     """Builds the encoding of a mapping with ``kind``; any rotary start is the base's."""
     require(
@@ -185,14 +207,11 @@ def _in_place_of(
         "adapt.method = 'encoding' needs model.position.kind, the encoding to be put in place of "
         "the base's",
     )
-    start = rotary_start(old, position["kind"])
-    if "scaling" in start:
-        start["scaling"] = shallow(adapt.scaling or start["scaling"])
-    require(
-        adapt.scaling is None or "scaling" in start,
-        f"adapt.scaling is of rotary frequencies, which the encoding {position['kind']!r} has not",
-    )
-    return encoding_of({**start, **position}, task)
+    old = Transformer(base)
+    if adapt.scaling is not None:
+        old = with_scaling(old, adapt.scaling)
+    options = position if "/" in str(position["kind"]) else _options(position, task)
+    return in_place_of(old.encoding, options)
 
 
 def base_tokenizer(name: str) -> dict[str, Any]:
@@ -231,9 +250,20 @@ def base_model(name: str) -> ModelConfig:
 def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
     """Builds the encoding of a mapping with ``kind``; the task knows how numbers are written."""
     values = position_fields(values)
-    if "encodings" in values and "/" in values["kind"]:
+    kind = values["kind"]
+    if not (isinstance(kind, str) and "/" in kind):
+        return create(_options(values, task))
+    if "encodings" in values:
         # A schedule as runs keep it: with the encoding of each layer.
         return create({**values, "encodings": [encoding_of(x, task) for x in values["encodings"]]})
+    each = entry_options(kind, {name: x for name, x in values.items() if name != "kind"})
+    made = {entry: encoding_of({"kind": entry, **own}, task) for entry, own in each.items()}
+    return positions.Layers([made[entry] for entry in kind.split("/")])
+
+
+def _options(values: Mapping[str, Any], task: Task | None) -> dict[str, Any]:
+    """Converts the options of an encoding, and adds how the task writes numbers."""
+    values = dict(values)
     kind = values.pop("kind")
     known = option_names(kind)
     for name in values:
@@ -245,7 +275,7 @@ def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
             values[name] = writing[field]
             given.add((cls, field))
     options = {n: build_field(*known[n], x, f"model.position.{n}") for n, x in values.items()}
-    return create(kind, **options)
+    return {"kind": kind, **options}
 
 
 def position_fields(values: Any) -> dict[str, Any]:

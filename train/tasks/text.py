@@ -207,8 +207,10 @@ class Text(Tokenized):
 
     def packed(self) -> Packed:
         """All training sequences, in order."""
-        pad = self.codec.padding
-        return Packed(self.training_stream(), self.sequence_length, self.packing, pad)
+        return self._packed(self.training_stream())
+
+    def _packed(self, stream: TokenStream) -> Packed:
+        return Packed(stream, self.sequence_length, self.packing, self.codec.padding)
 
     @property
     def training_sequences(self) -> int:
@@ -216,20 +218,20 @@ class Text(Tokenized):
         return len(self.packed())
 
     def held_out_batch(self, size: int) -> Batch | None:
-        """The first ``size`` windows of held-out text, to watch the loss during training.
+        """``size`` sequences of held-out text, always the same, to watch the loss during training.
 
-        If there are fewer, rows of weight 0 fill the batch; None if there are none.
+        They are packed as in training. If there are fewer, rows of weight 0 fill the batch; None if
+        there are none.
         """
-        length = self.sequence_length
-        tokens = self.evaluation_tokens(size * length + 1)
-        count = (len(tokens) - 1) // length
-        if not count:
+        stream = self.held_out_stream()
+        try:
+            packed = self._packed(stream)
+        except ValueError:  # It is shorter than one.
             return None
-        windows = np.arange(count)[:, None] * length + np.arange(length)
-        inputs, targets = (np.resize(tokens[windows + i], (size, length)) for i in (0, 1))
-        weights = np.zeros((size, length), np.float32)
-        weights[:count] = 1
-        return {"inputs": inputs, "targets": targets, "weights": weights}
+        rows = np.random.default_rng(0).permutation(len(packed))[:size]
+        batch = packed.batch(np.resize(rows, size))
+        batch["weights"][len(rows) :] = 0
+        return batch
 
     def evaluation_documents(
         self, limit_tokens: int | None = None, *, validation: bool = False
@@ -241,30 +243,32 @@ class Text(Tokenized):
 
         Args:
           limit_tokens: how many tokens to give in all; the last document is cut there; None: all.
-          validation: begin at the other end of that order.
+          validation: begin at the other end of that order. A document that the test may begin
+            then gives its last tokens.
 
         Raises:
           ValueError: a validation that would reach what the test may ask for.
         """
         stream = self.held_out_stream()
         left = len(stream.tokens) if limit_tokens is None else limit_tokens
-        order = np.random.default_rng(0).permutation(len(stream.offsets) - 1)
+        order, shared = np.random.default_rng(0).permutation(len(stream.offsets) - 1), False
         if validation:
-            sizes = np.diff(stream.offsets)[order[::-1]].cumsum()
-            count = int(np.searchsorted(sizes, left))
             require(
-                count < len(order) and sizes[count] + left <= len(stream.tokens),
+                2 * left <= len(stream.tokens),
                 f"the held-out text of {len(stream.tokens):,} tokens is too short for a test and a "
                 f"validation of {left:,} each",
             )
             order = order[::-1]
+            sizes = np.diff(stream.offsets)[order].cumsum()
+            shared = sizes[np.searchsorted(sizes, left)] + left > len(stream.tokens)
         for index in order:
             if left <= 0:
                 return
             start, stop = stream.offsets[index : index + 2]
-            document = stream.tokens[start : min(stop, start + left)].astype(np.int32)
-            left -= len(document)
-            yield document
+            size = min(stop - start, left)
+            start = stop - size if shared else start
+            left -= size
+            yield stream.tokens[start : start + size].astype(np.int32)
 
     def evaluation_tokens(
         self, limit: int | None = None, *, validation: bool = False

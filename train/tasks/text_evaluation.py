@@ -60,7 +60,8 @@ class Evaluation:
         the shortest window if that is less.
       source: judge by all of this text, a source like the task's, instead of the held-out text.
       documents: whether windows stay inside documents, rather than run through the joined
-        documents. Those shorter than the longest window are then left out.
+        documents. Those shorter than the longest window are then left out. A model that was trained
+        with ``task.packing = documents`` has seen no document after another: judge it so.
       batch_tokens: tokens of one pass, unless one window has more.
       passkey_lengths: tokens that the model reads in passkey retrieval, ascending; empty: it is not
         asked. Lengths up to the trained one count as trained.

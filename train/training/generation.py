@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tape_jax.sharding import ShardingConfig
 from train.checks import require
 from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import fits
+from train.files import json_object
 from train.training import runs
 
 TOKENS_AT_ONCE = 16
@@ -33,7 +35,7 @@ class Speaker:
       variables: its variables.
       encode: prompt to token ids.
       decode: token ids to text.
-      eos: id of the token that ends a text, or None.
+      ends: ids of the tokens that end a text.
       codec: the tokenizer, or None for a task without one.
       steps: of training, taken and wanted; None for a Llama folder.
     """
@@ -42,7 +44,7 @@ class Speaker:
     variables: Any
     encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[Sequence[int]], str]
-    eos: int | None
+    ends: tuple[int, ...]
     codec: Tokenizer | None = None
     steps: tuple[int, int] | None = None
 
@@ -83,9 +85,10 @@ def load(
         task: Any = trained.experiment.task
         codec = getattr(task, "codec", None)
         eos = getattr(codec, "eos", None)
+        ends: tuple[int, ...] = () if eos is None else (eos,)
         steps = trained.step, trained.experiment.steps
         return Speaker(
-            trained.model, trained.variables, task.encode, task.decode, eos, codec, steps
+            trained.model, trained.variables, task.encode, task.decode, ends, codec, steps
         )
     model, variables = _llama(folder, adapter, mesh)
     task = Tokenized(tokenizer=tokenizer or str(folder))
@@ -94,7 +97,27 @@ def load(
         f"generate: the tokenizer {task.tokenizer!r} has {task.vocab_size} tokens, the model "
         f"{model.config.vocab_size}",
     )
-    return Speaker(model, variables, task.encode, task.decode, task.codec.eos, task.codec)
+    codec = task.codec
+    ends = _ends(folder, codec.eos, model.config.vocab_size)
+    # As the tokenizer itself; runs see documents with their start token.
+    encode = task.encode if codec.adds_bos else codec.encode
+    return Speaker(model, variables, encode, task.decode, ends, codec)
+
+
+def _ends(folder: Path, eos: int | None, vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids that end a text: the tokenizer's, and those of ``generation_config.json``."""
+    path = folder / "generation_config.json"
+    content = json_object(path.read_bytes()) if path.is_file() else {}
+    require(content is not None, f"{path} is no JSON object")
+    named = (content or {}).get("eos_token_id")
+    named = named if isinstance(named, list) else [named]
+    found = dict.fromkeys(x for x in (eos, *named) if x is not None)
+    for x in found:
+        require(
+            isinstance(x, int) and 0 <= x < vocab_size,
+            f"{path}: eos_token_id must be ids of the model's {vocab_size} tokens; got {x!r}",
+        )
+    return tuple(found)
 
 
 def _llama(
@@ -144,10 +167,10 @@ def stream(
         f"a prompt of {longest} tokens and {new} new ones make {total}, but the model accepts at "
         f"most {limit}",
     )
-    stop = None if speaker.eos is None else jnp.array([speaker.eos])
+    stop = jnp.array(speaker.ends) if speaker.ends else None
     # Padding repeats the stop token, which shows that a row has ended.
     step = jax.jit(
-        functools.partial(decode, model, stop=stop, pad_id=speaker.eos or 0, **sampling),
+        functools.partial(decode, model, stop=stop, pad_id=[*speaker.ends, 0][0], **sampling),
         static_argnums=3,
         donate_argnums=1,
     )
@@ -162,13 +185,13 @@ def stream(
         count = min(TOKENS_AT_ONCE, new - rows.shape[1])
         written, cache = step(variables, cache, last, count)
         last, rows = written[:, -1], np.concatenate([rows, written], axis=1)
-        yield [_before(row.tolist(), speaker.eos) for row in rows], cache
-        if speaker.eos is not None and (rows == speaker.eos).any(axis=1).all():
+        yield [_before(row.tolist(), speaker.ends) for row in rows], cache
+        if np.isin(rows, speaker.ends).any(axis=1).all():
             return
 
 
-def _before(row: list[int], eos: int | None) -> list[int]:
-    return row[: row.index(eos)] if eos in row else row
+def _before(row: list[int], ends: Collection[int]) -> list[int]:
+    return list(itertools.takewhile(lambda token: token not in ends, row))
 
 
 def describe_cache(cache: Cache) -> str:

@@ -77,8 +77,8 @@ class HeldOut:
         said = f"step {step:,}: {epochs}, held-out loss {loss:.4f}"
         if self._best is not None and loss > self._best[0]:
             lowest, at = self._best
-            return (
-                f"{said}, up from {lowest:.4f} at step {at:,}: the model learns its text by heart"
-            )
+            again = step * self._batch_size > self._epoch
+            by_heart = ": the model learns its text by heart" if again else ""
+            return f"{said}, up from {lowest:.4f} at step {at:,}{by_heart}"
         self._best = loss, step
         return said

@@ -26,6 +26,7 @@ from tape_jax._src.positions.creation import option_names
 from tape_jax._src.positions.fixed.frequencies import RopeScaling
 from tape_jax._src.positions.fixed.rope import START_FIELDS
 from tape_jax._src.positions.protocol import Param
+from tape_jax._src.positions.schedule import entry_options
 
 Array = jax.Array
 
@@ -95,7 +96,8 @@ def with_encoding(
     """Replaces the model's encoding by another, or several.
 
     Windows stay. In a schedule, only layers with a rotation change; the others stay as they are. A
-    schedule as ``position`` replaces everything, windows too. ``update_implementation`` and
+    schedule as ``position`` replaces everything, windows too, but those of its encodings that are
+    names start as the model does. ``update_implementation`` and
     ``random_positions`` are dropped if the encoding has no use for them.
 
     Parameters with the same name and shape in both encodings are kept; new ones start as in a fresh
@@ -121,7 +123,7 @@ def with_encoding(
       ValueError: if the encoding, or an option, is unknown or does not fit the model.
     """
     check_variables(variables)
-    new = with_position(model, _in_place_of(model.encoding, position, include_unrotated))
+    new = with_position(model, in_place_of(model.encoding, position, include_unrotated))
     heads = model.encoding.heads_per_query, new.encoding.heads_per_query
     require(
         heads[0] == heads[1],
@@ -183,13 +185,25 @@ def _position_params(
     return found
 
 
-def _in_place_of(
-    old: positions.Encoding, position: Any, include_unrotated: bool
+@typed
+def in_place_of(
+    old: positions.Encoding, position: Any, include_unrotated: bool = False
 ) -> positions.Encoding:
-    """The encoding that ``position`` becomes in a model with another one."""
+    """Returns the encoding that :func:`with_encoding` puts in place of ``old``.
+
+    Args:
+      old: a model's encoding.
+      position, include_unrotated: as for :func:`with_encoding`.
+
+    Raises:
+      ValueError: as :func:`with_encoding` does; for a schedule by name, if layers of ``old`` start
+        differently.
+    """
     given = position.get("kind") if isinstance(position, Mapping) else position
-    if isinstance(given, positions.Layers) or (isinstance(given, str) and "/" in given):
-        return positions.create(position)
+    if isinstance(given, str) and "/" in given:
+        return _schedule_in_place_of(old, position)
+    if isinstance(given, positions.Layers):
+        return given
 
     def of_layer(one: positions.Encoding) -> positions.Encoding:
         new = _with_start_of(one if _is_rotary(one) else old, position)
@@ -205,6 +219,26 @@ def _in_place_of(
     return _scheduled(
         [of_layer(x) if include_unrotated or _is_rotary(x) else x for x in old.encodings]
     )
+
+
+def _schedule_in_place_of(old: positions.Encoding, position: Any) -> positions.Encoding:
+    """A schedule by its name, whose entries start as ``old`` does."""
+    options = dict(position) if isinstance(position, Mapping) else {"kind": position}
+    if "encodings" in options:
+        return positions.create(position)
+    name = options.pop("kind")
+    layers = old.encodings if isinstance(old, positions.Layers) else (old,)
+    rotary = [x for layer in layers for x in layer.members if isinstance(x, positions.Rope)]
+    for field in START_FIELDS:
+        found = dict.fromkeys(getattr(rope, field) for rope in rotary)
+        require(
+            len(found) < 2 or field in options,
+            f"layers of {old.kind!r} start with {field} = {' and '.join(map(repr, found))}: give "
+            f"{field}, or a schedule of encodings, in place of the name {name!r}",
+        )
+    each = entry_options(name, options)
+    made = {kind: _with_start_of(old, {"kind": kind, **own}) for kind, own in each.items()}
+    return positions.Layers([made[kind] for kind in name.split("/")])
 
 
 def _scheduled(entries: Sequence[positions.Encoding]) -> positions.Encoding:
@@ -226,12 +260,12 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
         return positions.create([_with_start_of(old, one) for one in position])
     given = position if isinstance(position, Mapping) else {"kind": position}
     kind = given.get("kind", "tape")
-    own = rotary_start(old, kind) if isinstance(kind, str) else {}
+    own = _rotary_start(old, kind) if isinstance(kind, str) else {}
     return positions.create({**own, **given} if own else position)
 
 
 @typed
-def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
+def _rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     """Returns the rotary start of ``old`` as options of ``kind``, a name or several with ``+``."""
     rope = next((one for one in old.members if isinstance(one, positions.Rope)), None)
     if rope is None:
@@ -334,7 +368,8 @@ def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[
     """Returns the model with another rotary base (Xiong et al. 2023); parameters are unchanged.
 
     In a schedule, layers with a window keep theirs, unless all have one, or they share learned
-    position parameters with others.
+    position parameters with others. (:func:`tape_jax.save_pretrained` has no place for two
+    rotations in families with one, such as Gemma 2.)
 
     Raises:
       ValueError: if the encoding is not a rotary one, the base does not exceed 1, or the model
@@ -349,8 +384,7 @@ def with_scaling(
 ) -> Transformer:
     """Returns the model with its rotary frequencies adapted by ``scaling``.
 
-    In a schedule, layers with a window keep theirs, unless all have one, or they share learned
-    position parameters with others.
+    In a schedule, layers with a window keep theirs, as with :func:`scale_theta`.
 
     Args:
       model: a model with a rotary encoding: ``rope``, ``yarn``, ``tape`` ...

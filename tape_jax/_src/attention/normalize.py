@@ -83,7 +83,7 @@ def normalize(
         is_causal, window, mask, query_offset, segment_ids, lengths, batch, pairs
     )
     refuse(
-        callable(bias) and jnp.ndim(visibility.query_offset) > 0,
+        _is_function(bias) and jnp.ndim(visibility.query_offset) > 0,
         "a function as bias is given query indices [Q], the same for all rows: with one "
         "query_offset a row give an array, or map over the rows by jax.vmap",
     )
@@ -191,6 +191,8 @@ def _within_lengths(
             found.append(at >= 0)
             continue
         given = as_integers(f"{name}_seq_lengths", given)
+        if not batch and given.shape == (1,):  # As jax.nn takes it.
+            given = given[0]
         require(
             given.shape == (*batch,) and jnp.issubdtype(given.dtype, jnp.integer),
             f"{name}_seq_lengths must be integers of shape {(*batch,)}, one a row; got "
@@ -412,9 +414,10 @@ def _bias(
     """Return a bias with all axes and a flattened batch: an array, or a function returning one."""
     if bias is None:
         return None
-    if not callable(bias):
+    if not _is_function(bias):
         return _broadcastable("bias", _floating("bias", bias), batch, pairs)
-    function, heads = bias, pairs[0]
+    function: Any = bias
+    heads = pairs[0]
 
     def normalized(query_index: Array, key_index: Array) -> Array:
         sizes = (heads, query_index.shape[0], key_index.shape[0])
@@ -424,6 +427,11 @@ def _bias(
 
     jax.eval_shape(normalized, *(jax.ShapeDtypeStruct((n,), jnp.int32) for n in pairs[1:]))
     return normalized
+
+
+def _is_function(bias: Any) -> bool:
+    """Return whether a bias is a function; an ``nnx.Param`` can be called too."""
+    return callable(bias) and not hasattr(bias, "dtype")
 
 
 def _floating(name: str, bias: Any) -> Array:
@@ -464,6 +472,8 @@ def _broadcastable(name: str, x: Array, batch: Sequence[int], pairs: tuple[int, 
             "batch of one axis; segment_ids= hides padding without any mask"
         )
     x = x.reshape((1,) * (3 - x.ndim) + x.shape)
+    if not batch and x.ndim == 4 and x.shape[0] == 1:  # As jax.nn takes it.
+        x = x[0]
     require(
         broadcasts(x.shape[:-3], batch) and broadcasts(x.shape[-3:], pairs),
         f"{name} must broadcast to [batch..., query heads, queries, keys] = {(*batch, *pairs)}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -43,6 +44,7 @@ class UpdateState(nn.Module):
       activation: one of ``silu``, ``gelu``, ``relu``, ``tanh``, ``identity``.
       param_dtype: type of the parameters; None: jax's default float.
       sharding: a mesh and rules; if they split heads, sums over heads are one reduce-scatter.
+      implementation: as in :func:`tape_jax.update_state`.
     """
 
     num_heads: int
@@ -57,6 +59,7 @@ class UpdateState(nn.Module):
     activation: str = "silu"
     param_dtype: Any = None
     sharding: Sharding | None = None
+    implementation: str | Sequence[str] | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -105,6 +108,7 @@ class UpdateState(nn.Module):
             activation=self.activation,
             num_kv_heads=self.num_kv_heads or self.num_heads,
             sharding=self.sharding,
+            implementation=self.implementation,
         )
 
 

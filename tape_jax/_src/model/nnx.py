@@ -42,6 +42,7 @@ class UpdateState(nnx.Module):
       alpha, norm, magnitude, activation: as in :func:`tape_jax.update_state`.
       param_dtype: type of the parameters; None: jax's default float.
       sharding: a mesh and rules; if they split heads, sums over heads are one reduce-scatter.
+      implementation: as in :func:`tape_jax.update_state`.
       rngs: its stream ``params`` draws the parameters.
 
     Raises:
@@ -65,6 +66,7 @@ class UpdateState(nnx.Module):
         activation: str = "silu",
         param_dtype: Any = None,
         sharding: Sharding | None = None,
+        implementation: str | Sequence[str] | None = None,
         rngs: nnx.Rngs,
     ):
         dtype = float_type(param_dtype)
@@ -81,12 +83,15 @@ class UpdateState(nnx.Module):
         _create(self, specs, dtype, rngs)
         self._names = tuple(specs)
         options: dict[str, Any] = {
-            "alpha": alpha,
+            "alpha": float(alpha),
             "norm": norm,
-            "magnitude": magnitude,
+            "magnitude": float(magnitude),
             "activation": activation,
             "num_kv_heads": num_kv_heads or num_heads,
             "sharding": sharding,
+            "implementation": implementation
+            if implementation is None or isinstance(implementation, str)
+            else tuple(implementation),
         }
         self._options = nnx.static(tuple(options.items()))
 

@@ -45,6 +45,10 @@ PLACE_OF = {
 ONE_OF = ("state", "logits_fn", "weights_fn", "rewritten_keys", "features")
 
 
+# What somebody may have meant who combines what cannot be combined.
+SCHEDULE = "For encodings of different layers give positions.Layers, or names joined by '/'"
+
+
 class Several(Encoding):
     """Encodings that act together or in different layers: what is true of all or of one of them."""
 
@@ -123,11 +127,14 @@ class Combined(Several):
         set_field(self, "encodings", tuple(self.encodings))
         kinds = [instance("each of encodings", x, Encoding).kind for x in self.encodings]
         require(len(kinds) > 1, f"a combination is of two encodings or more; got {kinds}")
-        require(len(set(kinds)) == len(kinds), f"each encoding is taken once; got {self.kind!r}")
+        require(
+            len(set(kinds)) == len(kinds),
+            f"each encoding is taken once; got {self.kind!r}. {SCHEDULE}",
+        )
         for encoding in self.encodings:
             require(
                 bool(encoding.acts_on),
-                f"the encoding {encoding.kind!r} cannot be combined; got {self.kind!r}",
+                f"the encoding {encoding.kind!r} cannot be combined; got {self.kind!r}. {SCHEDULE}",
             )
         for encoding in self.members:
             self._check_places(encoding)

@@ -65,6 +65,8 @@ class Layers(Several):
         pattern = [pattern[i % len(pattern)] for i in range(length)]
         for n, other in sorted(others.items(), key=lambda item: item[0]):
             pattern[n - 1 :: n] = [other] * (length // n)
+        for entry in map(create, entries):
+            require(entry in pattern, f"every = {every} leaves no layer to {entry.kind!r}")
         set_field(self, "encodings", tuple(pattern))
         require(
             len(self.distinct) > 1,
@@ -224,14 +226,21 @@ def create(position: Any, **options: Any) -> Encoding:
         return position
     if not (isinstance(position, str) and "/" in position):
         return creation.create(position, **options)
-    each = {kind: creation.option_names(kind) for kind in position.split("/")}
-    for name in options:
-        _check_option(position, name, each)
-    made = {
-        kind: creation.create(kind, **{k: options[k] for k in options if k in known})
-        for kind, known in each.items()
-    }
+    each = entry_options(position, options)
+    made = {kind: creation.create(kind, **own) for kind, own in each.items()}
     return Layers([made[kind] for kind in position.split("/")])
+
+
+def entry_options(schedule: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the options of each entry of a schedule's name, such as ``rope+window/rope``.
+
+    Raises:
+      ValueError: as :func:`create` does.
+    """
+    each = {kind: creation.option_names(kind) for kind in schedule.split("/")}
+    for name in options:
+        _check_option(schedule, name, each)
+    return {kind: {k: options[k] for k in options if k in own} for kind, own in each.items()}
 
 
 def _check_option(

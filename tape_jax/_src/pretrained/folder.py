@@ -143,15 +143,17 @@ def read_folder(path: str | os.PathLike) -> Folder:
     )
     config = read_json(inside(folder, CONFIG))
     single, index = folder / SINGLE, folder / INDEX
-    require(
-        not (single.exists() and index.exists()),
-        f"{folder} has both {SINGLE} and {INDEX}: its tensors are there twice; remove one",
-    )
-    if single.exists():
-        return Folder(folder, config, (read_header(inside(folder, SINGLE)),), None)
     if index.exists():
         content = read_json(inside(folder, INDEX))
-        return Folder(folder, config, _read_shards(folder, content), content)
+        files = _read_shards(folder, content)
+        require(
+            not single.exists() or SINGLE in content["weight_map"].values(),
+            f"{folder} has both {SINGLE} and {INDEX}, which does not list it: its tensors are "
+            "there twice; remove one",
+        )
+        return Folder(folder, config, files, content)
+    if single.exists():
+        return Folder(folder, config, (read_header(inside(folder, SINGLE)),), None)
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     require(
         not pickles,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.fixed.frequencies import RopeScaling
 from tape_jax._src.pretrained.family import (
@@ -61,7 +62,12 @@ def _read3(config: Mapping[str, Any]) -> Fields:
 
 
 def _layers2(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
-    window = before_own(config["sliding_window"])
+    window, again = config["sliding_window"], config.get("sliding_window_size")
+    require(
+        again in (None, window),
+        f"config.json: sliding_window_size = {again!r} contradicts sliding_window = {window!r}",
+    )
+    window = before_own(window)
     sliding = slides(config, lambda layer: layer % 2 == 0)
     return [LayerKind(one_rope(rope), window if one else None) for one in sliding]
 
@@ -139,7 +145,7 @@ _DEFAULTS = {
 _family = functools.partial(Family, names=NAMES, activation="hidden_activation")
 GEMMA2 = _family(
     "Gemma2ForCausalLM",
-    _OWN,
+    _OWN | {"sliding_window_size"},
     _read2,
     _write2,
     {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -377,6 +377,13 @@ def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, F
         f"known are {', '.join(sorted(known))}: {advice}",
     )
     found = writer_of(dataclasses.replace(c, **position_of(folded(c))), kind)
+    rope = main_rope(layers or [])
+    alike = position_of([layer._replace(rope=layer.rope and rope) for layer in layers or ()])
+    require(
+        found is not None or kind is None or not writer_of(dataclasses.replace(c, **alike), kind),
+        f"a checkpoint of the family {kind!r} has one rotation for all layers; the model has "
+        f"others in {encoding.kind!r}: {_rotations(layers or ())}; {advice}",
+    )
     require(
         found is not None,
         f"{'no family of checkpoints has' if kind is None else f'the family {kind!r} has not'} "
@@ -384,6 +391,11 @@ def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, F
     )
     assert found is not None
     return found
+
+
+def _rotations(layers: Sequence[LayerKind]) -> str:
+    ropes = dict.fromkeys(layer.rope for layer in layers if layer.rope)
+    return " and ".join(f"base {x.base:g} with the scaling {x.scaling.kind!r}" for x in ropes)
 
 
 def folded(c: ModelConfig) -> list[LayerKind]:
@@ -439,7 +451,8 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
         "pad_token_id": None,
         **own,
     }
-    again = layers_of(model_config(config)) or []
+    # A name of a scaling may mean another one in this family.
+    again = [] if scaling.kind in family.rope_kinds else layers_of(model_config(config)) or []
     require(
         [_turns(x, c.dim) for x in again] == [_turns(x, c.dim) for x in layers],
         f"a config.json of the family {kind!r} cannot say how the layers of {c.position.kind!r} "

@@ -64,6 +64,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.*",
     "LICENSE*",
+    "*.py",  # What ``auto_map`` names.
 )
 
 

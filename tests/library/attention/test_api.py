@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tape_jax._src.attention import attention, attention_plan
 from tape_jax._src.attention.normalize import normalize
@@ -167,6 +168,18 @@ def test_named_implementation_never_falls_back():
     plan = attention_plan(**call, interpret=True)
     assert plan.implementation is None
     assert list(plan.rejected) == ["splash"]
+
+
+def test_a_parameter_of_nnx_as_bias_is_an_array():
+    """It can be called as well."""
+    table = jax.random.normal(jax.random.key(0), (H, T, T))
+
+    def total(bias):
+        return attention(**arrays() | {"bias": bias})[0].sum()
+
+    found, wanted = total(nnx.Param(table)), total(table)
+    np.testing.assert_array_equal(found, wanted)
+    assert attention_plan(**arrays() | {"bias": nnx.Param(table)}).implementation is not None
 
 
 def test_a_function_as_bias_has_the_same_queries_in_all_rows():

@@ -82,6 +82,18 @@ def test_over_their_product(heads, dtype):
         )
 
 
+def test_without_a_batch_axis():
+    """There ``jax.nn`` wants one in masks, biases and lengths."""
+    (q, k, v), given = arrays((4, 2), "float32")
+    call = {"mask": given["mask"][:1], "bias": given["bias"]}
+    call |= {"query_seq_lengths": jnp.array([7]), "key_value_seq_lengths": jnp.array([5])}
+    want = jax.nn.dot_product_attention(q[0], k[0], v[0], implementation="xla", **call)
+    got, _ = attention(q[0], k[0], v[0], implementation="reference", **call)
+    rows = seen({"is_causal": False, "local_window_size": None, **call})[0]
+    assert rows.any()
+    np.testing.assert_allclose(got[rows], want[rows], atol=2e-6)
+
+
 @pytest.mark.parametrize("rows", [1, B])
 def test_lengths_beside_segments_need_no_mask(rows):
     """Which kernels would refuse; ids may be any integers, the least and the largest also."""

@@ -31,14 +31,21 @@ def moved(module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"attention_mix": "head_scale", "norm": "rms", "alpha": 0.5}], ids=str
+    "options",
+    [
+        {},
+        {"attention_mix": "head_scale", "norm": "rms", "alpha": 0.5},
+        {"alpha": jnp.float32(0.5), "implementation": ("reference", "sums")},
+    ],
+    ids=str,
 )
 def test_update_equals_the_function(options):
     update = moved(tape.nnx.UpdateState(WIDTH, **GROUPED, **options, rngs=nnx.Rngs(0)))
     e, a = normal(BATCH, TIME, KV_HEADS, DIM, seed=1), normal(BATCH, TIME, HEADS, DIM, seed=2)
     x = normal(BATCH, TIME, WIDTH)
     params = nnx.to_pure_dict(nnx.state(update, nnx.Param))
-    given = {name: options[name] for name in ("alpha", "norm") if name in options}
+    names = ("alpha", "norm", "implementation")
+    given = {name: options[name] for name in names if name in options}
     wanted = tape.update_state(params, e, a, x, num_kv_heads=KV_HEADS, **given)
     np.testing.assert_array_equal(update(e, a, x), wanted)
     linen = tape.linen.UpdateState(**GROUPED, **options)

@@ -190,6 +190,22 @@ def test_encodings_put_in_place_layer_by_layer(old, new):
                 chex.assert_trees_all_equal(one[name], other[name])
 
 
+def test_a_schedule_by_name_starts_as_the_model_does():
+    """Also beside entries that have no start; a schedule of encodings has its own."""
+    rope = Rope(base=50.0, scaling=RopeScaling("linear", 2.0))
+    for position in ("rope+alibi/none", {"kind": "rope+alibi/none", "alibi_on_heads": 1}):
+        first, second = adapt.in_place_of(rope, position).encodings
+        assert (first.members[0], second.kind) == (rope, "none")
+    tape, alone = adapt.in_place_of(rope, {"kind": "tape/rope", "base": 7.0}).encodings
+    assert [(x.base, x.scaling.kind) for x in (tape, alone)] == [(7.0, "linear")] * 2
+    for own in (Layers(["rope", "none"]), options_of(Layers(["rope", "none"]))):
+        assert adapt.in_place_of(rope, own) == Layers(["rope", "none"])
+    two = Layers([create([Rope(base=10.0), Window(3)]), Rope(base=20.0)])
+    with pytest.raises(ValueError, match=r"start with base = 10.0 and 20.0: give base, or a sched"):
+        adapt.in_place_of(two, "rope/none")
+    assert adapt.in_place_of(two, {"kind": "rope/none", "base": 3.0}).encodings[0].base == 3.0
+
+
 def test_windows_stay_where_the_rotation_is_dropped():
     model = small_model("rope+window", num_layers=2)
     key = jax.random.key(0)
@@ -261,6 +277,7 @@ def test_retrofit_changes_the_rotary_layers_alone():
         (lambda: Layers(["rope", "rope/none"]), "cannot be part of another"),
         (lambda: Layers([Rope(axes=2), "alibi"]), "as many coordinates"),
         (lambda: Layers("rope", every={0: "none"}), "every must be a positive integer"),
+        (lambda: Layers("rope", every={1: "fox", 2: "none"}), "leaves no layer to 'rope'"),
         (lambda: create(["rope/none", "alibi"]), "cannot be combined"),
         (lambda: create("rope/none", bsae=3.0), "did you mean 'base'"),
         (lambda: create(Layers(["rope", "none"]), base=3.0), "stand with its encodings"),

@@ -130,6 +130,7 @@ class TestFields:
             ),
             ("phi3_tiny", {"rope_parameters": {"partial_rotary_factor": 0}}, "above 0 and at most"),
             ("qwen2_tiny", {"architectures": ["Qwen3ForCausalLM"]}, r"Qwen3ForCausalLM.*'qwen2'"),
+            ("gemma2_tiny", {"sliding_window_size": 5}, "size = 5 contradicts sliding_window = 6"),
         ],
     )
     def test_what_is_not_known_is_refused(self, name, changes, message):
@@ -179,6 +180,10 @@ class TestFields:
         for name in ("qwen2_tiny", "qwen3_tiny"):
             unused = config_of(name, max_window_layers=None, layer_types=None)
             assert model_config(unused).local_window_size is None
+
+    def test_window_of_gemma2_said_twice(self):
+        twice = config_of("gemma2_tiny", sliding_window_size=6)
+        assert model_config(twice) == model_config(config_of("gemma2_tiny"))
 
     def test_sliding_window_counts_the_own_token(self):
         assert model_config(config_of("mistral_tiny", sliding_window=7)).local_window_size == 6
@@ -280,6 +285,29 @@ class TestFields:
         assert {name: written[name] for name in kept} == kept
         again, _ = tape.from_pretrained(tmp_path / "new")
         assert again.config.position == changed.config.position
+
+    @pytest.mark.parametrize(
+        ("family", "change", "message"),
+        [
+            (
+                "gemma2_tiny",
+                lambda model: tape.adapt.scale_theta(model, {}, 1e6)[0],
+                r"'gemma2' has one rotation for all layers; .*'rope\+window/rope': base 10000 with "
+                "the scaling 'none' and base 1e\\+06 with the scaling 'none'",
+            ),
+            (
+                "phi3_tiny",
+                lambda model: tape.adapt.with_scaling(
+                    model, tape.RopeScaling("yarn", 2.0, original_length=64)
+                ),
+                "family 'phi3' cannot say how the layers of 'rope' rotate",
+            ),
+        ],
+    )
+    def test_rotations_that_the_family_has_not(self, tmp_path, family, change, message):
+        model, variables = tape.from_pretrained(HF / family)
+        with pytest.raises(ValueError, match=message):
+            tape.save_pretrained(tmp_path / "new", change(model), variables, like=HF / family)
 
     @pytest.mark.parametrize(
         ("model_type", "kind"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 
 import tape_jax as tape
 from tests.library.pretrained.folders import (
@@ -117,6 +118,17 @@ def test_a_spoilt_folder(copy, source, spoil, message):
     spoil(path)
     with pytest.raises(ValueError, match=message):
         tape.from_pretrained(path)
+
+
+def test_an_index_of_a_single_file(copy, tmp_path):
+    path = copy(MHA)
+    with safetensors.safe_open(path / SINGLE, "numpy") as file:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), SINGLE)}
+    (path / INDEX).write_text(json.dumps(index))
+    model, variables = tape.from_pretrained(path)
+    tape.save_pretrained(tmp_path / "same", model, variables, like=path)
+    for name in (SINGLE, INDEX):
+        assert (tmp_path / "same" / name).read_bytes() == (path / name).read_bytes()
 
 
 def test_no_folder():

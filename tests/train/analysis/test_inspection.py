@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tape_jax._src.model.layout import restack
+from tape_jax.positions import Layers, Rope
 from tests.models import encoding, random_variables, small_model, without
 from tests.selection import OF_EACH_SORT
 from tests.train import small
@@ -52,6 +53,27 @@ def test_what_enters_each_layer():
     assert len([axes for axes in inspection.drift(inside).axes if axes.get_title()]) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers", "shape"),
+    [("rope/tape/tape", [2, 3], 4), ("rope/none/none", [1], 4), ("tape/tape_pope", [1, 3], 4)],
+)
+def test_a_schedule_has_one_state_looked_into(kind, layers, shape):
+    _, _, inside = look(kind)
+    assert inside.layers == layers
+    chex.assert_shape(inside.states, (len(layers), 2, 6, 2, shape))
+    assert len(inside.maps) == 3
+    assert inside.moved[0] == 0
+    names = [axes.get_title() for axes in inspection.patterns(inside).axes]
+    assert ("entering layer 3" in names) == (len(layers) > 1)
+    assert ("moves.png" in inspection.figures(inside)) == (len(layers) > 1)
+
+
+def test_rotations_that_differ_by_layer_move_nothing():
+    model = small_model(Layers([Rope(base=10.0), Rope(base=1e6)]))
+    inside = insides.look(model, random_variables(model), TOKENS, LABELS)
+    np.testing.assert_array_equal(inside.moved, 0)
+
+
 def test_rope_never_moves():
     """The dot product of its states at distance d is the mean cosine of d w."""
     _, _, inside = look("rope")
@@ -74,7 +96,9 @@ def test_moves_norms_and_phases():
     doubled[0, 0] *= 2
     turned[0, 0] *= 2
     turned[0, 1] = [[0, 0, 3, 4]]
-    inside = Inside([["x", "y"]], np.ones((3, 1, 2, 1, 2)), np.stack([start, doubled, turned]))
+    inside = Inside(
+        [["x", "y"]], np.ones((3, 1, 2, 1, 2)), np.stack([start, doubled, turned]), [1, 2, 3]
+    )
     np.testing.assert_allclose(inside.moves[:, 0, :, 0], [[1, 0], [0, 2**0.5]], rtol=1e-6)
     np.testing.assert_allclose(inside.relative_norms[:, 0, :, 0], [[1, 1], [2, 1], [2, 1]])
     np.testing.assert_allclose(inside.moved, [0, 0.5**0.5, 1.5**0.5], rtol=1e-6)

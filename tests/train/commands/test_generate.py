@@ -66,7 +66,7 @@ def test_prompts_are_continued_greedily_to_a_stop_or_drawn(run, capsys):
 def test_no_part_of_a_stop_is_printed(monkeypatch, capsys, parts, stops, printed):
     """Several tokens come at a time, and what is printed stays."""
     texts = dict(enumerate(parts))
-    speaker = generation.Speaker(None, None, lambda text: [], lambda ids: "", None)
+    speaker = generation.Speaker(None, None, lambda text: [], lambda ids: "", ())
     monkeypatch.setattr(generation, "load", lambda *_: speaker)
     monkeypatch.setattr(generation.Speaker, "continuation", lambda self, _, row: texts[row])
     monkeypatch.setattr(generation, "stream", lambda *_, **__: (([i], object()) for i in texts))
@@ -96,7 +96,7 @@ def test_a_prompt_costs_one_cache_and_no_logits(monkeypatch, length):
     for function in (prefill, init_cache, decode):
         monkeypatch.setattr(generation, function.__name__, function)
     model = small_model("rope", vocab_size=258)
-    speaker = generation.Speaker(model, {}, lambda text: [], lambda ids: "", None)
+    speaker = generation.Speaker(model, {}, lambda text: [], lambda ids: "", ())
     ((rows, cache),) = generation.stream(speaker, [np.arange(length)], 3)
     assert rows == [[0, 0, 0]]
     assert cache.tolist() == [length + 3] * 2
@@ -107,12 +107,44 @@ def test_a_prompt_costs_one_cache_and_no_logits(monkeypatch, length):
 def test_the_space_behind_a_prompt(tmp_path, make):
     kind = "json" if make is hugging_face else "model"
     codec = tokenizers.load(str(make(tmp_path / f"tokenizer.{kind}")))
-    speaker = generation.Speaker(None, None, codec.encode, codec.decode, codec.eos, codec)
+    speaker = generation.Speaker(None, None, codec.encode, codec.decode, (), codec)
     whole, before = (codec.encode(text) for text in ("one two three", "one two"))
     assert list(whole[: len(before)]) == list(before)
     new = [int(i) for i in whole[len(before) :]]
     assert speaker.continuation(np.asarray(before), new) == " three"
     assert speaker.continuation(np.asarray(before), []) == ""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Llama folder with a tokenizer."""
+    model = small_model("rope", vocab_size=300)
+    tape.save_pretrained(tmp_path / "llama", model, random_variables(model))
+    hugging_face(tmp_path / "llama" / "tokenizer.json")
+    return tmp_path / "llama"
+
+
+def test_a_folder_starts_and_ends_a_text_as_it_says(folder):
+    speaker = generation.load(folder)
+    first, *rest = speaker.encode("fox")
+    assert (first, speaker.ends) == (0, (1,))
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false, "eos_token": "</s>"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    alone = generation.load(folder)
+    assert (list(alone.encode("fox")), alone.ends) == (rest, (1, 7))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 300}')
+    with pytest.raises(ValueError, match=r"must be ids of the model's 300 tokens; got 300"):
+        generation.load(folder)
+
+
+def test_every_end_ends_an_answer(monkeypatch):
+    monkeypatch.setattr(generation, "init_cache", lambda *_: jnp.zeros(1))
+    tokens = jnp.array([[4, 7, 7], [5, 6, 1]], jnp.int32)
+    monkeypatch.setattr(generation, "decode", lambda m, v, cache, *_, **__: (tokens, cache))
+    model = small_model("rope", vocab_size=9)
+    speaker = generation.Speaker(model, {}, lambda text: [], lambda ids: "", (1, 7))
+    ((rows, _),) = generation.stream(speaker, [np.array([2])] * 2, 3)
+    assert rows == [[4], [5, 6]]
 
 
 @pytest.mark.slow

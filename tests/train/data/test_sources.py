@@ -238,7 +238,12 @@ class TestErrors:
             ("a.jsonl", b'{"text": "x"}\n\n{"text": "\xff"}\n', "line 3: byte 0xff at offset 25 "),
             ("a.jsonl", b'\n{"txt": "x"}', r"line 2: there is no field 'text' \(did you .* 'txt'"),
             ("a.jsonl", b'{"text": 3}', "line 1: expected text in 'text', got 3"),
-            ("a.jsonl", b'["x"]', "line 1: expected an object with fields, got"),
+            (
+                "a.jsonl",
+                b'["x"]',
+                r"expected an object with fields, got \['x'\]: write one",
+            ),
+            ("a.jsonl", b"[%s]" % (b"9," * 99 + b"9"), r"got \[9, 9, 9, 9, 9, 9, \.\.\.\]: write"),
             ("a.jsonl", b'{"text": ', "line 1: not JSON"),
             ("a.jsonl", b'{"text": "\\ud800"}', "line 1: 'text' is not valid Unicode"),
             ("a.bin", np.array([5, 300], "<u2").tobytes(), "token 1 is 300, but .* has 258"),

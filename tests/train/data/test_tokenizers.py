@@ -101,6 +101,14 @@ class TestFiles:
         assert (named.bos, named.eos, named.pad) == (0, 1, None)
         assert named.fingerprint != alone.fingerprint
 
+    @pytest.mark.parametrize("starts", [True, False])
+    @pytest.mark.parametrize("said", [None, True, False])
+    def test_whether_a_start_token_is_added(self, tmp_path, starts, said):
+        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json", starts=starts)
+        if said is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": said}))
+        assert tokenizers.load(str(path)).adds_bos == (starts if said is None else said)
+
     def test_a_tokenizer_is_known_by_its_content(self, tmp_path, folder):
         path = tmp_path / "tokenizer.json"
         path.write_bytes((folder / "tokenizer.json").read_bytes())
@@ -136,6 +144,7 @@ def test_what_is_no_tokenizer(tmp_path, name, message):
         ("[]", "tokenizer_config.json must hold an object; got list"),
         ('{"eos_token": {"id": 1}}', r"eos_token must be text, or .*; got \{'id': 1\}"),
         ('{"bos_token": 3}', "bos_token must be text, or an object with content; got 3"),
+        ('{"add_bos_token": "no"}', "add_bos_token must be true or false; got 'no'"),
     ],
 )
 def test_what_is_no_description_of_a_tokenizer(tmp_path, roles, message):

@@ -111,6 +111,68 @@ def load(path):
 
 
 @pytest.mark.parametrize(
+    ("method", "model", "kind"),
+    [
+        ("lora", {}, "rope+window/rope"),
+        ("tape", {"position": {"norm": "rms"}}, "tape+window/tape"),
+        ("encoding", {"position": "rope+fox"}, "rope+fox+window/rope+fox"),
+        ("tape", {"position": "tape"}, "tape+window/tape"),
+        ("encoding", {"position": "rope+window/fox"}, "rope+window/fox"),
+        ("drope", {}, "window/none"),
+        ("theta", {}, "rope+window/rope"),
+        ("full", {}, "rope+window/rope"),
+    ],
+)
+def test_a_base_whose_layers_differ(tmp_path, method, model, kind):
+    """The record of the run is read as what it was."""
+    wanted = an_experiment(GOLDEN / "hf" / "gemma2_tiny", method, model=model)
+    assert wanted.model.position.kind == kind
+    runs.create(tmp_path / "run", wanted)
+    assert runs.load(tmp_path / "run") == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "tape"])
+def test_training_on_a_base_whose_layers_differ(tmp_path, method):
+    model = {"position": {"norm": "rms"}} if method == "tape" else {}
+    base, folder = GOLDEN / "hf" / "gemma2_tiny", tmp_path / "run"
+    wanted = an_experiment(base, method, model=model, train={"steps": 1})
+    loop.train(wanted, folder)
+    trained = runs.restore_model(folder)
+    assert trained.model.config == wanted.model
+    tapes = [x for x in wanted.model.position.members if isinstance(x, tape.positions.Tape)]
+    assert {x.norm for x in tapes} == ({"rms"} if method == "tape" else set())
+    exported = main(["export", f"--run={folder}", f"--out={tmp_path / 'new'}"])
+    assert exported == (2 if method == "tape" else 0)
+    if method == "lora":
+        again, variables = tape.from_pretrained(tmp_path / "new")
+        merged = adapt.merge_lora(trained.model, trained.variables)
+        assert again.config.position == merged[0].config.position
+        chex.assert_trees_all_close(variables, merged[1])
+
+
+@pytest.mark.parametrize(
+    ("method", "position", "message"),
+    [
+        (
+            "tape",
+            {"nrm": "rms"},
+            "unknown field 'nrm' of the encoding 'tape' .did you mean 'norm'",
+        ),
+        (
+            "tape",
+            {"base": 3.0},
+            r"position.base = 3.0 does not agree .*from which 10000.0 follow",
+        ),
+        ("lora", "rope", r"kind = 'rope' does not agree .*from which 'rope\+window/rope' follows"),
+    ],
+)
+def test_what_does_not_follow_from_a_base_whose_layers_differ(method, position, message):
+    with pytest.raises(ValueError, match=message):
+        an_experiment(GOLDEN / "hf" / "gemma2_tiny", method, model={"position": position})
+
+
+@pytest.mark.parametrize(
     ("base", "method"),
     [("run", "tape"), ("llama", "longlora"), ("llama", "encoding")],
 )
@@ -284,7 +346,7 @@ def test_any_encoding_in_place_of_the_bases(config, tmp_path):
     assert (other.model.position.bias, other.adapt.trained) == (2.0, (adapt.Everything(),))
     with pytest.raises(ValueError, match=r"needs model.position.kind"):
         an_experiment(CONTEXTUAL, "encoding")
-    with pytest.raises(ValueError, match=r"adapt.scaling .* encoding 'fox' has not"):
+    with pytest.raises(ValueError, match=r"frequencies that the model had: 'fox', put in its"):
         experiment.from_file(config, [*options, "--config.model.position.kind=fox"])
 
 

@@ -86,6 +86,36 @@ class TestTokenizer:
         ]
 
 
+@pytest.fixture
+def olmo(llama):
+    """A base with windows in all layers but every fourth, which alone has a scaling."""
+    fields = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 4}
+    fields |= {"rope_parameters": None, "rope_theta": 50_000.0, "sliding_window": 9}
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    change(llama, fields | {"rope_scaling": scaling})
+    return llama
+
+
+def test_layers_start_as_those_of_the_base(olmo):
+    options = "adapt.method=encoding", "model.position.kind=rope+alibi"
+    wanted, _ = made(olmo, *options)
+    assert wanted.model.position.kind == "/".join(["rope+alibi+window"] * 3 + ["rope+alibi"])
+    ropes = [x.members[0] for x in wanted.model.position.encodings]
+    assert [x.scaling.kind for x in ropes] == ["none"] * 3 + ["yarn"]
+    assert {x.base for x in ropes} == {50_000.0}
+
+
+def test_a_scaling_of_some_layers_is_not_replaced_unless_told_to(olmo):
+    scaling = "adapt.scaling.kind=linear", "adapt.scaling.factor=2"
+    for method in ("full", "tape"):
+        with pytest.raises(ValueError, match=r"scaling: yarn x 8 -> linear x 2.*replace_scaling"):
+            made(olmo, f"adapt.method={method}", *scaling)
+    wanted, notes = made(olmo, "adapt.method=full", "adapt.replace_scaling=True", *scaling)
+    assert "scaling: yarn x 8 -> linear x 2" in notes
+    kinds = [x.members[0].scaling.kind for x in wanted.model.position.encodings]
+    assert kinds == ["none"] * 3 + ["linear"]
+
+
 def test_a_scaling_is_not_replaced_unless_told_to(llama):
     def scaled(*options):
         wanted, notes = made(llama, *options, config=ROOT / "configs/context_extension.py")

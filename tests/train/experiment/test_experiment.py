@@ -175,6 +175,27 @@ def test_a_schedule_is_kept_layer_by_layer(file):
         from_mapping(kept)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "fields"),
+    [
+        ("fox/cable", ["bias=2"], [{"bias": 2.0}, {"bias": 2.0}]),
+        ("inkling/inkling_local", ["reach=7"], [{"reach": 7}, {"reach": 7}]),
+        ("yarn/none", ["scaling.factor=8"], [{"scaling": RopeScaling("yarn", 8.0)}, {}]),
+    ],
+)
+def test_every_encoding_of_a_schedule_gets_the_options_that_it_has(file, kind, options, fields):
+    given = [f"--config.model.position.{x}" for x in (f"kind={kind}", *options)]
+    e = from_file(file, [*given, "--config.model.num_layers=2"], report=lambda _: None)
+    for encoding, wanted in zip(e.model.position.encodings, fields, strict=True):
+        assert {name: getattr(encoding, name) for name in wanted} == wanted
+
+
+def test_a_scaling_of_one_kind_is_not_anothers(file):
+    given = ["kind=rope+window/yarn", "scaling.factor=8.0"]
+    with pytest.raises(ValueError, match=r"factor = 8.0 needs a kind"):
+        from_file(file, [f"--config.model.position.{x}" for x in given], report=lambda _: None)
+
+
 def test_experts_are_a_group_of_their_own(file, tmp_path):
     """From the command line, a file and a record; one of before there were any has none."""
     given = ["--config.model.experts.count=8", "--config.model.experts.balance=1"]

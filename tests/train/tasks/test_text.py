@@ -164,11 +164,27 @@ class TestHeldOut:
         options = text_evaluation.Evaluation(tokens=limit, seed=3)
         validation = task.validation(options)
         assert validation == dataclasses.replace(options, validation=True, seed=3 + VALIDATION_SEED)
-        for tokens in (2 * limit, None):
+        whole = sum(map(len, task.evaluation_documents()))
+        for tokens in (whole // 2 + 1, None):
             with pytest.raises(ValueError, match="too short for a test and a validation of"):
                 task.evaluation_tokens(tokens, validation=True)
         with pytest.raises(ValueError, match="leave no text for a validation"):
             task.validation(text_evaluation.Evaluation(source="stdlib"))
+
+    @pytest.mark.parametrize("source", ["one.text", "*.text"])
+    def test_validation_and_test_share_a_document(self, folder, source):
+        """Each takes one of its ends, so that all of the text is read once."""
+        (folder / "one.text").write_text("abcdefghijklmnopqrstuvw")
+        (folder / "two.text").write_text("xyz")
+        if source == "one.text":
+            (folder / "two.text").unlink()
+        task = text_task(folder, held_out_source=f"{folder}/{source}")
+        tokens = task.evaluation_tokens()
+        half = len(tokens) // 2
+        test = task.evaluation_tokens(half)
+        validation = task.evaluation_tokens(half, validation=True)
+        assert len(test) == len(validation) == half
+        assert sorted([*test, *validation]) == sorted(tokens)
 
     def test_not_in_the_order_of_the_source_and_always_the_same(self, folder):
         tokens = text_task(folder).evaluation_tokens()

@@ -39,17 +39,33 @@ def wanted(tmp_path):
 
 def test_a_batch_is_held_out_text(wanted):
     task = wanted.task
-    batch = task.held_out_batch(4)
-    tokens = task.evaluation_tokens(65)
-    np.testing.assert_array_equal(batch["inputs"].ravel(), tokens[:64])
-    np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1:65])
-    assert batch["weights"].all()
+    tokens = task.held_out_stream().tokens
+    count = (len(tokens) - 1) // 16
+    batch = task.held_out_batch(count + 3)
+    rows = {tuple(row.tolist()) for row in batch["inputs"][:count]}
+    assert rows == {tuple(row.tolist()) for row in tokens[: count * 16].reshape(count, 16)}
+    np.testing.assert_array_equal(batch["targets"][:, :-1], batch["inputs"][:, 1:])
     # Rows that lack weigh nothing.
-    count = (len(task.evaluation_tokens()) - 1) // 16
-    weights = task.held_out_batch(count + 3)["weights"]
-    assert weights[:count].all()
-    assert not weights[count:].any()
+    assert batch["weights"][:count].all()
+    assert not batch["weights"][count:].any()
+    chex.assert_trees_all_equal(task.held_out_batch(2), jax.tree.map(lambda x: x[:2], batch))
     assert HeldOut.of(an_experiment(), None) is None, "a task without text"
+
+
+def test_a_batch_of_packed_documents_is_packed_as_in_training(wanted):
+    values = experiment.to_json(wanted)
+    values["task"] |= {"packing": "documents", "sequence_length": 80}
+    task = experiment.from_mapping(values).task
+    batch = task.held_out_batch(2)
+    assert {x.shape for x in batch.values()} == {(2, 80)}
+    # Each document has 60 letters and its end; nobody is asked for the first letter.
+    documents = {tuple(x.tolist()) for x in task.evaluation_documents()}
+    assert {
+        (*row[:1], *rest[:60])
+        for row, rest in zip(batch["inputs"].tolist(), batch["targets"].tolist(), strict=True)
+    } <= documents
+    np.testing.assert_array_equal(batch["weights"].sum(axis=1), 60)
+    np.testing.assert_array_equal(batch["positions"][:, :60], [range(60)] * 2)
 
 
 @pytest.mark.slow
@@ -85,7 +101,8 @@ def test_a_rise_is_said(wanted):
     first = jax.jit(lambda: loop.init_state(wanted, loop.make_optimizer(wanted.train)))().params
     assert "up from" not in watch.describe(1, first)
     worse = jax.tree.map(lambda x: 30 * x, first)
-    assert "at step 1: the model learns its text by heart" in watch.describe(2, worse)
+    assert watch.describe(2, worse).endswith("at step 1")
+    assert "at step 1: the model learns its text by heart" in watch.describe(2000, worse)
     assert "up from" not in watch.describe(3, jax.tree.map(lambda x: 0.9 * x, first))
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import concrete, instance, not_negative, positive, require, set_field
+from tape_jax._src.core.checks import concrete, instance, not_negative, require, set_field
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.drawing import RandomPositions, drawn_positions
 from tape_jax._src.positions.fixed.frequencies import (
@@ -235,7 +235,7 @@ class MRope(Rope):
             f"mrope: sections must be a tuple of one number for each of the {self.axes} axes; got "
             f"{self.sections!r}",
         )
-        sections = tuple(positive("mrope: sections", n) for n in self.sections)
+        sections = tuple(not_negative("mrope: sections", n) for n in self.sections)
         set_field(self, "sections", sections)
 
     def check(self, sizes: Sizes) -> None:

@@ -67,6 +67,14 @@ class TestMRope:
         got = MRope(interleaved=True).start(positions, CONFIG.sizes)
         np.testing.assert_array_equal(got, Rope().start(jnp.arange(5), CONFIG.sizes))
 
+    def test_an_axis_without_frequencies(self):
+        positions = jnp.stack([jnp.arange(5), 2 * jnp.arange(5), 9 + jnp.arange(5)], axis=-1)
+        mrope = MRope(sections=(2, 2, 0))
+        mrope.check(CONFIG.sizes)
+        found = mrope.start(positions, CONFIG.sizes)
+        angles = positions[:, np.array([0, 0, 1, 1])] * frequencies(8)
+        np.testing.assert_allclose(found[:, :4], np.cos(angles), atol=1e-6)
+
     def test_coordinates_of_text(self):
         with pytest.raises(ValueError, match=r"positions of shape \[\.\.\., T, 3\]; got \(5,\)"):
             MRope().start(jnp.arange(5), CONFIG.sizes)
