@@ -65,7 +65,7 @@ from tape_jax._src.positions import (
     update_state,
 )
 from tape_jax._src.positions.creation import kinds, option_names
-from tape_jax._src.positions.schedule import entry_options, options_of
+from tape_jax._src.positions.schedule import options_of
 
 __all__ = [
     "Abacus",
@@ -122,7 +122,6 @@ __all__ = [
     "Xpos",
     "Yarn",
     "create",
-    "entry_options",
     "init_update",
     "kinds",
     "option_names",

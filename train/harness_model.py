@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -85,14 +86,14 @@ class TapeJax(TemplateLM):
         )
         folder = Path(str(model if run is None else run))
         alone = (data, fsdp, tensor) == (1, 1, 1)
-        mesh = None if alone else ShardingConfig(int(data), int(fsdp), int(tensor))
+        mesh = None if alone else ShardingConfig(data=int(data), fsdp=int(fsdp), tensor=int(tensor))
         speaker = load(folder, None if adapter is None else Path(adapter), tokenizer, mesh)
         require(
             speaker.codec is not None,
             f"tape_jax: {folder} was trained on a task without a tokenizer, and cannot read text",
         )
         assert speaker.codec is not None
-        self.codec = speaker.codec
+        self.codec, self._ends = speaker.codec, set(speaker.ends)
         if add_bos_token is None:
             add_bos_token = model is None or self.codec.adds_bos
         self._adds_bos = add_bos_token and self.codec.bos is not None
@@ -250,19 +251,20 @@ class TapeJax(TemplateLM):
         widths = few_widths([len(prompt) for prompt in prompts], _SHAPES)
 
         def enough(rows: np.ndarray) -> bool:
-            stop = self.codec.eos
             return all(
-                stop in row or any(end in self._text(row) for end in until if end)
+                not self._ends.isdisjoint(row)
+                or any(end in self._text(row) for end in until if end)
                 for row in rows.tolist()
             )
 
-        self._continuer.enough = enough if any(until) else None
+        self._continuer.enough = enough
         return self._continuer.run(prompts, new, widths)
 
     def _text(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Decodes tokens, and leaves special ones out."""
+        """Decodes tokens up to one that ends a text, and leaves special ones out."""
         special = set(self.codec.specials.values())
-        return self.codec.decode([i for i in map(int, tokens) if i not in special])
+        before = itertools.takewhile(lambda i: i not in self._ends, map(int, tokens))
+        return self.codec.decode([i for i in before if i not in special])
 
 
 def _report(what: str, worker: Scorer | Continuer) -> None:

@@ -144,6 +144,16 @@ class _FileTokenizer(Tokenizer):
             names = [given[role]] if role in given else usual
             setattr(self, role, next((specials[n] for n in names if n in specials), None))
 
+    def _name_start(self, usual: bool) -> None:
+        """Finds whether ``bos`` is put before a text."""
+        path = _tokenizer_file(self.name)
+        adds = _config_beside(path).get("add_bos_token")
+        require(
+            isinstance(adds, bool | None),
+            f"{path.parent}: add_bos_token must be true or false; got {adds!r}",
+        )
+        self.adds_bos = usual if adds is None else adds
+
 
 class HuggingFaceTokenizer(_FileTokenizer):
     """A ``tokenizer.json``.
@@ -170,12 +180,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
         self._name_specials(
             {token.content: i for i, token in added.items() if token.special}, _roles_beside(path)
         )
-        adds = _config_beside(path).get("add_bos_token")
-        require(
-            isinstance(adds, bool | None),
-            f"{path.parent}: add_bos_token must be true or false; got {adds!r}",
-        )
-        self.adds_bos = self.bos in self._tokenizer.encode("").ids if adds is None else adds
+        self._name_start(self._tokenizer.encode("a").ids[:1] == [self.bos])
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -208,6 +213,7 @@ class SentencePieceTokenizer(_FileTokenizer):
             {self._model.id_to_piece(i): i for i in special},
             {role: self._model.id_to_piece(i) if i >= 0 else "" for role, i in roles.items()},
         )
+        self._name_start(True)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(ids, np.uint32) for ids in self._model.encode(list(texts), num_threads=-1)]
@@ -266,7 +272,7 @@ def _file_fingerprint(path: Path) -> str:
 
 
 def _config_beside(path: Path) -> dict[str, Any]:
-    """Reads the ``tokenizer_config.json`` beside a ``tokenizer.json``, if there is one."""
+    """Reads the ``tokenizer_config.json`` beside a tokenizer, if there is one."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return {}

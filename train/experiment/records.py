@@ -12,7 +12,7 @@ from typing import Any
 
 from tape_jax import ModelConfig, Transformer, positions
 from tape_jax.adapt import in_place_of, with_scaling
-from tape_jax.positions import create, entry_options, option_names, options_of
+from tape_jax.positions import create, option_names, options_of
 from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import ShardingConfig
 from train.checks import choose, require, require_known
@@ -145,8 +145,7 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelC
     if adapt.method == "tape" and stated.get("kind") == "tape":
         del stated["kind"]
     if whole is None and adapt.method == "tape":
-        own = {k: v for k, v in stated.items() if k not in ("kind", *adaptation.OF_THE_BASE)}
-        wanted = build(positions.Tape, own, "model.position", "the encoding 'tape'")
+        wanted = build(positions.Tape, _of_tape(stated), "model.position", "the encoding 'tape'")
     elif whole is None and adapt.method == "encoding":
         wanted = _in_place_of(base_model(adapt.base), stated, adapt, task)
     computed = {
@@ -161,7 +160,8 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelC
     if whole is not None:
         _require_same(adapt, "position", whole, model.position)
     elif adapt.method != "encoding":
-        checked["position"], found["position"] = stated, _options_in_some_layer(model.position)
+        checked["position"] = stated
+        found["position"] = _options_in_some_layer(model.position) | {"kind": model.position.kind}
         for name in stated:
             require_known(name, found["position"], f"the encoding {model.position.kind!r}")
     found |= {"num_kv_heads": model.kv_heads, "head_dim": model.dim}
@@ -172,6 +172,16 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelC
             value = tuple(value) if isinstance(value, list) else value
             _require_same(adapt, name, value, derived.get(name))
     return model
+
+
+def _of_tape(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of TAPE itself, of a mapping that may have those of others beside it."""
+    known, found = option_names(stated.get("kind", "tape")), {}
+    for name, value in stated.items():
+        cls, field = known.get(name, (positions.Tape, name))
+        if name != "kind" and cls is positions.Tape and field not in adaptation.OF_THE_BASE:
+            found[field] = value
+    return found
 
 
 def _require_same(adapt: Adaptation, name: str, stated: Any, follows: Any) -> None:
@@ -256,9 +266,8 @@ def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
     if "encodings" in values:
         # A schedule as runs keep it: with the encoding of each layer.
         return create({**values, "encodings": [encoding_of(x, task) for x in values["encodings"]]})
-    each = entry_options(kind, {name: x for name, x in values.items() if name != "kind"})
-    made = {entry: encoding_of({"kind": entry, **own}, task) for entry, own in each.items()}
-    return positions.Layers([made[entry] for entry in kind.split("/")])
+    options = {name: x for name, x in values.items() if name != "kind"}
+    return positions.Layers.named(kind, options, lambda entry: encoding_of(entry, task))
 
 
 def _options(values: Mapping[str, Any], task: Task | None) -> dict[str, Any]:

@@ -21,7 +21,8 @@ class Pointing:
       places: [R], places in the list, relative to the token that is asked about (0).
       attention: float [L, H, K, R], the probability of each place, by layer, head and offset.
       states: float [L, H, K, R], the cosine between the last token's state entering each layer and
-        each place's state entering the first; None for encodings without a state.
+        each place's state entering the first that reads it; NaN for layers that do not, None for
+        encodings without a state.
     """
 
     places: np.ndarray
@@ -77,7 +78,10 @@ def point(trained: Trained, tokens: np.ndarray, found: np.ndarray, length: int) 
         return Pointing(places, attention, None)
     e = inside.flat_states
     e = e / np.linalg.norm(e, axis=-1, keepdims=True)
-    return Pointing(places, attention, mean(np.einsum("lbhd,bthd->lbth", e[:, :, -1], e[0])))
+    found = mean(np.einsum("lbhd,bthd->lbth", e[:, :, -1], e[0]))
+    states = np.full((len(attention), *found.shape[1:]), np.nan)
+    states[np.array(inside.layers) - 1] = found
+    return Pointing(places, attention, states)
 
 
 FORMAT = "tape-jax addressing, version 1"

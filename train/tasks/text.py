@@ -220,8 +220,8 @@ class Text(Tokenized):
     def held_out_batch(self, size: int) -> Batch | None:
         """``size`` sequences of held-out text, always the same, to watch the loss during training.
 
-        They are packed as in training. If there are fewer, rows of weight 0 fill the batch; None if
-        there are none.
+        They are packed as in training, in ``sequence_length`` tokens. If there are fewer, rows of
+        weight 0 fill the batch; None if there are none.
         """
         stream = self.held_out_stream()
         try:
@@ -277,7 +277,7 @@ class Text(Tokenized):
         return np.concatenate(list(self.evaluation_documents(limit, validation=validation)))
 
     def validation(self, options: Any) -> Any:
-        """Options of an evaluation with other held-out documents and other passkeys.
+        """Options of an evaluation with other held-out text and other passkeys.
 
         Raises:
           ValueError: the test takes all of a text.

@@ -68,7 +68,7 @@ class Evaluation:
       passkey_depths: number of equal parts of the text that hide the key in turn.
       passkey_trials: questions for each length and depth.
       seed: decides keys and places in passkey retrieval.
-      validation: judge by other held-out documents than the test does.
+      validation: judge by other held-out text than the test does.
     """
 
     factors: tuple[int, ...] = FACTORS

@@ -110,14 +110,13 @@ def _ends(folder: Path, eos: int | None, vocab_size: int) -> tuple[int, ...]:
     content = json_object(path.read_bytes()) if path.is_file() else {}
     require(content is not None, f"{path} is no JSON object")
     named = (content or {}).get("eos_token_id")
-    named = named if isinstance(named, list) else [named]
-    found = dict.fromkeys(x for x in (eos, *named) if x is not None)
-    for x in found:
-        require(
-            isinstance(x, int) and 0 <= x < vocab_size,
-            f"{path}: eos_token_id must be ids of the model's {vocab_size} tokens; got {x!r}",
-        )
-    return tuple(found)
+    named = named if isinstance(named, list) else [] if named is None else [named]
+    require(
+        all(type(x) is int for x in named),
+        f"{path}: eos_token_id must be one or several integers; got {named!r}",
+    )
+    # Ids that the model lacks never come.
+    return tuple(dict.fromkeys(x for x in (eos, *named) if x is not None and 0 <= x < vocab_size))
 
 
 def _llama(

@@ -26,7 +26,6 @@ from tape_jax._src.positions.creation import option_names
 from tape_jax._src.positions.fixed.frequencies import RopeScaling
 from tape_jax._src.positions.fixed.rope import START_FIELDS
 from tape_jax._src.positions.protocol import Param
-from tape_jax._src.positions.schedule import entry_options
 
 Array = jax.Array
 
@@ -96,9 +95,9 @@ def with_encoding(
     """Replaces the model's encoding by another, or several.
 
     Windows stay. In a schedule, only layers with a rotation change; the others stay as they are. A
-    schedule as ``position`` replaces everything, windows too, but those of its encodings that are
-    names start as the model does. ``update_implementation`` and
-    ``random_positions`` are dropped if the encoding has no use for them.
+    schedule as ``position`` replaces everything, windows too; one by its name, such as
+    ``rope/none``, starts as the model does. ``update_implementation`` and ``random_positions`` are
+    dropped if the encoding has no use for them.
 
     Parameters with the same name and shape in both encodings are kept; new ones start as in a fresh
     model. The logits change unless the added terms start at zero, as for TAPE with RoPE's start, or
@@ -228,17 +227,18 @@ def _schedule_in_place_of(old: positions.Encoding, position: Any) -> positions.E
         return positions.create(position)
     name = options.pop("kind")
     layers = old.encodings if isinstance(old, positions.Layers) else (old,)
-    rotary = [x for layer in layers for x in layer.members if isinstance(x, positions.Rope)]
-    for field in START_FIELDS:
-        found = dict.fromkeys(getattr(rope, field) for rope in rotary)
+    rotary = [layer for layer in layers if _is_rotary(layer)] or [old]
+
+    def make(entry: dict[str, Any]) -> positions.Encoding:
+        found = dict.fromkeys(_with_start_of(layer, entry) for layer in rotary)
         require(
-            len(found) < 2 or field in options,
-            f"layers of {old.kind!r} start with {field} = {' and '.join(map(repr, found))}: give "
-            f"{field}, or a schedule of encodings, in place of the name {name!r}",
+            len(found) == 1,
+            f"layers of {old.kind!r} start differently: {entry['kind']!r} in {name!r} needs "
+            "options of its own, such as base",
         )
-    each = entry_options(name, options)
-    made = {kind: _with_start_of(old, {"kind": kind, **own}) for kind, own in each.items()}
-    return positions.Layers([made[kind] for kind in name.split("/")])
+        return next(iter(found))
+
+    return positions.Layers.named(name, options, make)
 
 
 def _scheduled(entries: Sequence[positions.Encoding]) -> positions.Encoding:
@@ -264,7 +264,6 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
     return positions.create({**own, **given} if own else position)
 
 
-@typed
 def _rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     """Returns the rotary start of ``old`` as options of ``kind``, a name or several with ``+``."""
     rope = next((one for one in old.members if isinstance(one, positions.Rope)), None)

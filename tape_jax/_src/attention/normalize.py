@@ -431,7 +431,7 @@ def _bias(
 
 def _is_function(bias: Any) -> bool:
     """Return whether a bias is a function; an ``nnx.Param`` can be called too."""
-    return callable(bias) and not hasattr(bias, "dtype")
+    return callable(bias) and not hasattr(bias, "__jax_array__")
 
 
 def _floating(name: str, bias: Any) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +43,8 @@ class Layers(Several):
 
     Raises:
       ValueError: for an encoding that also acts before the first layer, such as ``sinusoidal``, or
-        encodings that take different numbers of coordinates; if a model is too short to use all of
-        the encodings.
+        encodings that take different numbers of coordinates; if ``every`` leaves no layer to one of
+        the encodings, or a model is too short to use all of them.
     """
 
     encodings: Any
@@ -95,6 +95,29 @@ class Layers(Several):
             not any(isinstance(x, Layers) for x in pattern),
             f"a schedule cannot be part of another; got {self.kind!r}",
         )
+
+    @classmethod
+    def named(
+        cls, name: str, options: Mapping[str, Any], make: Callable[[dict[str, Any]], Encoding]
+    ) -> Layers:
+        """Makes a schedule from its name, such as ``rope+window/rope``.
+
+        Args:
+          name: the names of its encodings.
+          options: each encoding gets those that it has.
+          make: makes an encoding of a mapping with its name, ``kind``, and its options.
+
+        Raises:
+          ValueError: for an option that no encoding has, or that means another one elsewhere.
+        """
+        each = {kind: creation.option_names(kind) for kind in name.split("/")}
+        for option in options:
+            _check_option(name, option, each)
+        made = {
+            kind: make({"kind": kind} | {k: options[k] for k in options if k in known})
+            for kind, known in each.items()
+        }
+        return cls([made[kind] for kind in name.split("/")])
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -226,21 +249,7 @@ def create(position: Any, **options: Any) -> Encoding:
         return position
     if not (isinstance(position, str) and "/" in position):
         return creation.create(position, **options)
-    each = entry_options(position, options)
-    made = {kind: creation.create(kind, **own) for kind, own in each.items()}
-    return Layers([made[kind] for kind in position.split("/")])
-
-
-def entry_options(schedule: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the options of each entry of a schedule's name, such as ``rope+window/rope``.
-
-    Raises:
-      ValueError: as :func:`create` does.
-    """
-    each = {kind: creation.option_names(kind) for kind in schedule.split("/")}
-    for name in options:
-        _check_option(schedule, name, each)
-    return {kind: {k: options[k] for k in options if k in own} for kind, own in each.items()}
+    return Layers.named(position, options, creation.create)
 
 
 def _check_option(

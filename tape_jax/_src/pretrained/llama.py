@@ -394,8 +394,13 @@ def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, F
 
 
 def _rotations(layers: Sequence[LayerKind]) -> str:
-    ropes = dict.fromkeys(layer.rope for layer in layers if layer.rope)
-    return " and ".join(f"base {x.base:g} with the scaling {x.scaling.kind!r}" for x in ropes)
+    """Describes the rotations of layers by the fields in which they differ."""
+    ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope))
+    names = [f.name for f in dataclasses.fields(positions.Rope)]
+    differ = [n for n in names if len({getattr(rope, n) for rope in ropes}) > 1]
+    return " and ".join(
+        ", ".join(f"{name} = {getattr(rope, name)!r}" for name in differ) for rope in ropes
+    )
 
 
 def folded(c: ModelConfig) -> list[LayerKind]:

@@ -64,7 +64,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.*",
     "LICENSE*",
-    "*.py",  # What ``auto_map`` names.
+    "*.py",  # ``auto_map`` may name them.
 )
 
 

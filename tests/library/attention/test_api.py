@@ -182,6 +182,18 @@ def test_a_parameter_of_nnx_as_bias_is_an_array():
     assert attention_plan(**arrays() | {"bias": nnx.Param(table)}).implementation is not None
 
 
+def test_a_module_as_bias_is_a_function():
+    class Line(nnx.Module):
+        dtype = jnp.float32
+
+        def __call__(self, i, j):
+            return jnp.float32(0.1) * (j - i[:, None])
+
+    found, _ = attention(**arrays() | {"bias": Line()})
+    wanted, _ = attention(**arrays() | {"bias": Line()(jnp.arange(T), jnp.arange(T))})
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
 def test_a_function_as_bias_has_the_same_queries_in_all_rows():
     call = arrays() | {"bias": lambda i, j: 0.1 * (i[:, None] - j)}
     for offset in (3, jnp.array(3), jnp.array([3])):

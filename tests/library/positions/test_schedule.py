@@ -201,9 +201,10 @@ def test_a_schedule_by_name_starts_as_the_model_does():
     for own in (Layers(["rope", "none"]), options_of(Layers(["rope", "none"]))):
         assert adapt.in_place_of(rope, own) == Layers(["rope", "none"])
     two = Layers([create([Rope(base=10.0), Window(3)]), Rope(base=20.0)])
-    with pytest.raises(ValueError, match=r"start with base = 10.0 and 20.0: give base, or a sched"):
+    with pytest.raises(ValueError, match=r"start differently: 'rope' in 'rope/none' needs options"):
         adapt.in_place_of(two, "rope/none")
     assert adapt.in_place_of(two, {"kind": "rope/none", "base": 3.0}).encodings[0].base == 3.0
+    assert adapt.in_place_of(two, "fox/none") == create("fox/none")
 
 
 def test_windows_stay_where_the_rotation_is_dropped():

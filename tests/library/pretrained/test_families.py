@@ -292,8 +292,8 @@ class TestFields:
             (
                 "gemma2_tiny",
                 lambda model: tape.adapt.scale_theta(model, {}, 1e6)[0],
-                r"'gemma2' has one rotation for all layers; .*'rope\+window/rope': base 10000 with "
-                "the scaling 'none' and base 1e\\+06 with the scaling 'none'",
+                r"'gemma2' has one rotation for all layers; .*'rope\+window/rope': "
+                "base = 10000.0 and base = 1000000.0; save",
             ),
             (
                 "phi3_tiny",

@@ -133,8 +133,11 @@ def test_a_folder_starts_and_ends_a_text_as_it_says(folder):
     alone = generation.load(folder)
     assert (list(alone.encode("fox")), alone.ends) == (rest, (1, 7))
     (folder / "generation_config.json").write_text('{"eos_token_id": 300}')
-    with pytest.raises(ValueError, match=r"must be ids of the model's 300 tokens; got 300"):
-        generation.load(folder)
+    assert generation.load(folder).ends == (1,)
+    for wrong in ("[[1]]", "true", '"</s>"'):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(ValueError, match=r"must be one or several integers; got \["):
+            generation.load(folder)
 
 
 def test_every_end_ends_an_answer(monkeypatch):

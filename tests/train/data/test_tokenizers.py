@@ -109,6 +109,13 @@ class TestFiles:
             (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": said}))
         assert tokenizers.load(str(path)).adds_bos == (starts if said is None else said)
 
+    @pytest.mark.parametrize("said", [None, True, False])
+    def test_whether_sentencepiece_adds_a_start_token(self, folder, tmp_path, said):
+        (tmp_path / "tokenizer.model").write_bytes((folder / "tokenizer.model").read_bytes())
+        if said is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": said}))
+        assert tokenizers.load(str(tmp_path)).adds_bos == (said is not False)
+
     def test_a_tokenizer_is_known_by_its_content(self, tmp_path, folder):
         path = tmp_path / "tokenizer.json"
         path.write_bytes((folder / "tokenizer.json").read_bytes())

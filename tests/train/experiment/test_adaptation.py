@@ -17,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 
 import tape_jax as tape
 from tape_jax import RopeScaling, adapt
+from tape_jax.positions import Layers, options_of
 from tests.models import random_variables, small_model
 from tests.paths import GOLDEN
 from tests.train.small import save_run
@@ -118,6 +119,7 @@ def load(path):
         ("encoding", {"position": "rope+fox"}, "rope+fox+window/rope+fox"),
         ("tape", {"position": "tape"}, "tape+window/tape"),
         ("encoding", {"position": "rope+window/fox"}, "rope+window/fox"),
+        ("tape", {"position": "tape+window/tape"}, "tape+window/tape"),
         ("drope", {}, "window/none"),
         ("theta", {}, "rope+window/rope"),
         ("full", {}, "rope+window/rope"),
@@ -127,6 +129,18 @@ def test_a_base_whose_layers_differ(tmp_path, method, model, kind):
     """The record of the run is read as what it was."""
     wanted = an_experiment(GOLDEN / "hf" / "gemma2_tiny", method, model=model)
     assert wanted.model.position.kind == kind
+    runs.create(tmp_path / "run", wanted)
+    assert runs.load(tmp_path / "run") == wanted
+
+
+@pytest.mark.parametrize("beside", ["window", "alibi"])
+def test_tape_beside_what_the_base_has(tmp_path, beside):
+    small = {"hidden_size": 16, "num_heads": 2, "num_layers": 2, "position": f"rope+{beside}"}
+    base = experiment.from_mapping(values("unused") | {"adapt": None, "model": small})
+    runs.create(tmp_path / "base", base)
+    wanted = an_experiment(tmp_path / "base", model={"position": {"kind": "tape", "norm": "rms"}})
+    assert wanted.model.position.kind == f"tape+{beside}"
+    assert wanted.model.position.members[0].norm == "rms"
     runs.create(tmp_path / "run", wanted)
     assert runs.load(tmp_path / "run") == wanted
 
@@ -164,6 +178,12 @@ def test_training_on_a_base_whose_layers_differ(tmp_path, method):
             {"base": 3.0},
             r"position.base = 3.0 does not agree .*from which 10000.0 follow",
         ),
+        (
+            "tape",
+            options_of(Layers(["rope", "none"])),
+            r"does not agree .* the method 'tape', from which Layers",
+        ),
+        ("tape", "tape+window", r"kind = 'tape.window' does not agree"),
         ("lora", "rope", r"kind = 'rope' does not agree .*from which 'rope\+window/rope' follows"),
     ],
 )

@@ -162,6 +162,16 @@ class TestJudging:
         assert inside(task, trained._replace(max_length=7)) == {}
 
     @pytest.mark.slow
+    def test_states_of_a_schedule_are_of_the_layers_that_read_them(self, task):
+        model = small_model("rope/tape/tape", vocab_size=task.vocab_size)
+        trained = Model(model.apply, random_variables(model), model=model)
+        found = task.pointing(trained, 0, samples=1)
+        assert [bool(np.isnan(layer).all()) for layer in found.states] == [True, False, False]
+        assert len(found.attention) == 3
+        titles = [panel.get_title() for panel in inside(task, trained)["pointing.png"].axes]
+        assert titles[3:6] == [f"state entering layer {n}" for n in (1, 2, 3)]
+
+    @pytest.mark.slow
     def test_points_at_what_attention_says(self, task):
         model = small_model("tape", vocab_size=task.vocab_size)
         variables = random_variables(model)

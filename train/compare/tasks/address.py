@@ -152,9 +152,11 @@ def _rows(pointing: Pointing) -> list[tuple[str, np.ndarray]]:
     """Returns what to draw of a model: labels, and each layer's clearest head, [L, K, R]."""
     found = [("attention of", _clearest(pointing.attention, pointing.places))]
     states = pointing.states
-    # States that stay as they are show nothing.
-    if states is not None and not np.allclose(states[0], states[-1], atol=1e-3, equal_nan=True):
-        found.append(("state entering", _clearest(states, pointing.places)))
+    if states is not None:
+        read = states[~np.isnan(states).all(axis=(1, 2, 3))]
+        # States that stay as they are show nothing.
+        if not np.allclose(read[0], read[-1], atol=1e-3, equal_nan=True):
+            found.append(("state entering", _clearest(states, pointing.places)))
     return found
 
 
@@ -162,8 +164,9 @@ def _clearest(values: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Picks each layer's head of [L, H, K, R] with most at the token asked about, or the answer."""
     offsets = np.arange(1, values.shape[2] + 1)
     zero = int(np.flatnonzero(places == 0)[0])
-    asked = np.nanmean(values[..., zero], axis=-1)
-    answer = np.nanmean(values[:, :, offsets - 1, zero + offsets], axis=-1)
+    known = np.where(np.isnan(values).all(axis=(1, 2, 3), keepdims=True), 0, values)
+    asked = np.nanmean(known[..., zero], axis=-1)
+    answer = np.nanmean(known[:, :, offsets - 1, zero + offsets], axis=-1)
     heads = np.maximum(asked, answer).argmax(axis=1)
     return values[np.arange(len(values)), heads]
 
