@@ -138,7 +138,7 @@ WRONG = {
     "longrope": [{"scaling": LINEAR}, {"scaling": None}],
     "mapformer_em": [{"grid": 0.0}],
     "mapformer_wm": [{"rank": 0}],
-    "mrope": [{"axes": 1}, {"sections": (4, 4)}, {"sections": (4, 0, 0)}],
+    "mrope": [{"axes": 1}, {"sections": (4, 4)}, {"sections": (4, 1, -1)}],
     "p_rope": [{"scaling": LINEAR}],
     "sinusoidal": [{"base": 0}, {"base": -3.0}],
     "xpos": [{"scale_base": 0}, {"scale_base": -1.0}],
