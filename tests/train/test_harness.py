@@ -46,6 +46,17 @@ def test_a_start_token_where_the_tokenizer_adds_one(llama, tmp_path):
     assert TapeJax(model=str(alone), add_bos_token=True).tok_encode("fox") == wanted
 
 
+def test_an_answer_ends_where_the_folder_says(llama, tmp_path):
+    copy = shutil.copytree(llama, tmp_path / "copy")
+    (copy / "generation_config.json").write_text('{"eos_token_id": [1, 77]}')
+    model = TapeJax(model=str(copy))
+    assert model._text([70, 71, 77, 72]) == model._text([70, 71]) != ""
+    request = SimpleNamespace(args=("fox", {"until": ["\n\n"], "max_gen_toks": 5}))
+    whole = TapeJax(model=str(llama)).generate_until([request])
+    model._ends = {*range(300)}
+    assert (model.generate_until([request]), bool(whole[0])) == ([""], True)
+
+
 @pytest.fixture
 def ask(monkeypatch, tmp_path):
     """Answers of a model to the local tasks, by task and number of the example."""

@@ -180,7 +180,15 @@ class HuggingFaceTokenizer(_FileTokenizer):
         self._name_specials(
             {token.content: i for i, token in added.items() if token.special}, _roles_beside(path)
         )
-        self._name_start(self._tokenizer.encode("a").ids[:1] == [self.bos])
+        self._name_start(self._starts())
+
+    def _starts(self) -> bool:
+        """Returns whether the file puts ``bos`` before a text, rather than only behind it."""
+        try:
+            ids = self._tokenizer.encode("a").ids
+        except Exception:  # The vocabulary lacks the letter.
+            ids = self._tokenizer.encode("").ids
+        return ids[:1] == [self.bos]
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -176,12 +176,10 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelC
 
 def _of_tape(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of TAPE itself, of a mapping that may have those of others beside it."""
-    known, found = option_names(stated.get("kind", "tape")), {}
-    for name, value in stated.items():
-        cls, field = known.get(name, (positions.Tape, name))
-        if name != "kind" and cls is positions.Tape and field not in adaptation.OF_THE_BASE:
-            found[field] = value
-    return found
+    known = option_names(stated.get("kind", "tape"))
+    others = {name for name, (cls, _) in known.items() if cls is not positions.Tape}
+    others |= {"kind", *adaptation.OF_THE_BASE}
+    return {name: value for name, value in stated.items() if name not in others}
 
 
 def _require_same(adapt: Adaptation, name: str, stated: Any, follows: Any) -> None:

@@ -109,6 +109,27 @@ class TestFiles:
             (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": said}))
         assert tokenizers.load(str(path)).adds_bos == (starts if said is None else said)
 
+    @pytest.mark.parametrize("behind", [False, True])
+    def test_a_vocabulary_of_few_words_starts_as_it_says(self, tmp_path, behind):
+        """It may have no token for other texts; an end token alone is no start."""
+        from tokenizers import Tokenizer, models, processors
+
+        words = Tokenizer(models.WordLevel({"x": 0, "<s>": 1}))
+        words.add_special_tokens(["<s>"])
+        if not behind:
+            words.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+        words.save(str(tmp_path / "tokenizer.json"))
+        assert tokenizers.load(str(tmp_path)).adds_bos == (not behind)
+
+    def test_a_start_token_at_the_end_is_none(self, tmp_path):
+        from tokenizers import Tokenizer, processors
+
+        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json", starts=False)
+        file = Tokenizer.from_file(str(path))
+        file.post_processor = processors.TemplateProcessing("$A <s>", None, [("<s>", 0)])
+        file.save(str(path))
+        assert not tokenizers.load(str(path)).adds_bos
+
     @pytest.mark.parametrize("said", [None, True, False])
     def test_whether_sentencepiece_adds_a_start_token(self, folder, tmp_path, said):
         (tmp_path / "tokenizer.model").write_bytes((folder / "tokenizer.model").read_bytes())

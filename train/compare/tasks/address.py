@@ -155,7 +155,7 @@ def _rows(pointing: Pointing) -> list[tuple[str, np.ndarray]]:
     if states is not None:
         read = states[~np.isnan(states).all(axis=(1, 2, 3))]
         # States that stay as they are show nothing.
-        if not np.allclose(read[0], read[-1], atol=1e-3, equal_nan=True):
+        if len(read) and not np.allclose(read[0], read[-1], atol=1e-3, equal_nan=True):
             found.append(("state entering", _clearest(states, pointing.places)))
     return found
 
