@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections import defaultdict
@@ -93,7 +92,7 @@ class TapeJax(TemplateLM):
             f"tape_jax: {folder} was trained on a task without a tokenizer, and cannot read text",
         )
         assert speaker.codec is not None
-        self.codec, self._ends = speaker.codec, set(speaker.ends)
+        self.codec = speaker.codec
         if add_bos_token is None:
             add_bos_token = model is None or self.codec.adds_bos
         self._adds_bos = add_bos_token and self.codec.bos is not None
@@ -108,7 +107,7 @@ class TapeJax(TemplateLM):
         given, pad = (speaker.model, speaker.variables), self.codec.padding
         self._scorer = Scorer(*given, pad=pad, batch_size=size)
         self._continuer = Continuer(
-            *given, pad=pad, stop=self.codec.eos, batch_size=size, chunk=chunk
+            *given, pad=pad, stops=speaker.ends, batch_size=size, chunk=chunk
         )
 
     @property
@@ -212,7 +211,7 @@ class TapeJax(TemplateLM):
         groups = defaultdict(list)
         for number, request in enumerate(requests):
             options = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
-            if any(options.get(name, off) != off for name, off in GREEDY.items()):
+            if any(options.get(name) not in (None, off) for name, off in GREEDY.items()):
                 raise NotImplementedError(
                     "tape_jax answers greedily, and cannot sample, search or penalise; got "
                     f"{request.args[1]}"
@@ -250,21 +249,21 @@ class TapeJax(TemplateLM):
     ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
         widths = few_widths([len(prompt) for prompt in prompts], _SHAPES)
 
+        stops = set(self._continuer.stops)
+
         def enough(rows: np.ndarray) -> bool:
             return all(
-                not self._ends.isdisjoint(row)
-                or any(end in self._text(row) for end in until if end)
+                not stops.isdisjoint(row) or any(end in self._text(row) for end in until if end)
                 for row in rows.tolist()
             )
 
-        self._continuer.enough = enough
+        self._continuer.enough = enough if any(until) else None
         return self._continuer.run(prompts, new, widths)
 
     def _text(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Decodes tokens up to one that ends a text, and leaves special ones out."""
+        """Decodes tokens, and leaves special ones out."""
         special = set(self.codec.specials.values())
-        before = itertools.takewhile(lambda i: i not in self._ends, map(int, tokens))
-        return self.codec.decode([i for i in before if i not in special])
+        return self.codec.decode([i for i in map(int, tokens) if i not in special])
 
 
 def _report(what: str, worker: Scorer | Continuer) -> None:

@@ -50,10 +50,10 @@ def test_an_answer_ends_where_the_folder_says(llama, tmp_path):
     copy = shutil.copytree(llama, tmp_path / "copy")
     (copy / "generation_config.json").write_text('{"eos_token_id": [1, 77]}')
     model = TapeJax(model=str(copy))
-    assert model._text([70, 71, 77, 72]) == model._text([70, 71]) != ""
+    assert model._continuer.stops == (1, 77)
     request = SimpleNamespace(args=("fox", {"until": ["\n\n"], "max_gen_toks": 5}))
     whole = TapeJax(model=str(llama)).generate_until([request])
-    model._ends = {*range(300)}
+    model._continuer.stops = tuple(range(300))
     assert (model.generate_until([request]), bool(whole[0])) == ([""], True)
 
 
@@ -131,6 +131,8 @@ def test_what_cannot_be_answered(llama):
     model = TapeJax(model=str(llama))
     sampled = SimpleNamespace(args=("a", {"do_sample": True, "temperature": 1.0}))
     beams = SimpleNamespace(args=("a", {"num_beams": 4}))
+    unset = SimpleNamespace(args=("a", {"do_sample": None, "top_p": None, "max_gen_toks": 1}))
+    assert len(model.generate_until([unset])) == 1
     for wrong in (sampled, beams):
         with pytest.raises(NotImplementedError, match="answers greedily, and cannot sample, sear"):
             model.generate_until([wrong])

@@ -28,6 +28,8 @@ import numpy as np
 
 from train.checks import require
 
+# The file beside a tokenizer.
+CONFIG = "tokenizer_config.json"
 _SPECIAL_NAMES = {
     "bos": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]"),
     "eos": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]"),
@@ -58,6 +60,11 @@ class Tokenizer(abc.ABC):
     pad: int | None = None
     unk: int | None = None
     adds_bos: bool = True
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a text: that of the end of a document, if there is one."""
+        return () if self.eos is None else (self.eos,)
 
     @property
     def padding(self) -> int:
@@ -150,7 +157,7 @@ class _FileTokenizer(Tokenizer):
         adds = _config_beside(path).get("add_bos_token")
         require(
             isinstance(adds, bool | None),
-            f"{path.parent}: add_bos_token must be true or false; got {adds!r}",
+            f"{path.with_name(CONFIG)}: add_bos_token must be true or false; got {adds!r}",
         )
         self.adds_bos = usual if adds is None else adds
 
@@ -281,7 +288,7 @@ def _file_fingerprint(path: Path) -> str:
 
 def _config_beside(path: Path) -> dict[str, Any]:
     """Reads the ``tokenizer_config.json`` beside a tokenizer, if there is one."""
-    beside = path.with_name("tokenizer_config.json")
+    beside = path.with_name(CONFIG)
     if not beside.is_file():
         return {}
     try:
@@ -300,7 +307,8 @@ def _roles_beside(path: Path) -> dict[str, str]:
         text = entry.get("content") if isinstance(entry, dict) else entry
         require(
             isinstance(text, str) or entry is None,
-            f"{path.parent}: {role}_token must be text, or an object with content; got {entry!r}",
+            f"{path.with_name(CONFIG)}: {role}_token must be text, or an object with content; got "
+            f"{entry!r}",
         )
         if text:
             found[role] = text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ class Continuer:
     Attributes:
       model, variables: of the model; its sharding, if any, also splits batches.
       pad: the token of padding.
-      stop: the token that ends a continuation, and is left out; None: there is none.
+      stops: the tokens that end a continuation, and are left out.
       batch_size: prompts that are continued at once.
       chunk: tokens of the prompts that are run at a time; None: all.
       enough: takes the continuations of a batch so far, [B, n], and says whether they suffice;
@@ -40,7 +40,7 @@ class Continuer:
     model: Transformer
     variables: Any
     pad: int
-    stop: int | None = None
+    stops: tuple[int, ...] = ()
     batch_size: int = 16
     chunk: int | None = None
     enough: Callable[[np.ndarray], bool] | None = None
@@ -71,7 +71,7 @@ class Continuer:
             padded, sizes = map(np.asarray, pad_prompts([prompts[i] for i in filled], self.pad))
             margin = (0, 0), (width - padded.shape[1], 0)
             tokens = np.pad(padded, margin, constant_values=self.pad)
-            asked = [max_new_tokens, self.pad, -1 if self.stop is None else self.stop]
+            asked = [max_new_tokens, self.pad, *(self.stops or [-1])]
             given = tokens, sizes, np.array(asked)
             key, written = self.programs.kept_result("continuations", given)
             if is_new := written is None:
@@ -79,15 +79,10 @@ class Continuer:
                     written = self._continue(tokens, sizes, max_new_tokens)
                 if self.enough is None:
                     self.programs.keep(key, written)
-            answers = [self._until_stop(row) for row in written[: len(rows)]]
+            answers = [before(self.stops, row) for row in written[: len(rows)]]
             if is_new:
                 self.programs.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
             yield rows, answers
-
-    def _until_stop(self, row: np.ndarray) -> np.ndarray:
-        if self.stop is None:
-            return row
-        return row[: [*row.tolist(), self.stop].index(self.stop)]
 
     def _continue(self, tokens: np.ndarray, sizes: np.ndarray, new: int) -> np.ndarray:
         given = self.variables, *place(self.model, (tokens, sizes))
@@ -97,13 +92,19 @@ class Continuer:
         while rows.shape[1] < new:
             count = min(block, new - rows.shape[1])
             written, cache = _write(
-                self.model, count, self.stop, self.pad, *given[:1], cache, token
+                self.model, count, self.stops, self.pad, *given[:1], cache, token
             )
             token, rows = written[:, -1], np.concatenate([rows, written], axis=1)
-            ended = self.stop is not None and (rows == self.stop).any(axis=1).all()
+            ended = np.isin(rows, self.stops).any(axis=1).all()
             if ended or (self.enough is not None and self.enough(rows)):
                 break
         return rows
+
+
+def before(stops: Collection[int], row: np.ndarray) -> np.ndarray:
+    """Returns the tokens [n] of a continuation [N] before the first of ``stops``."""
+    ends = np.flatnonzero(np.isin(row, list(stops)))
+    return row[: ends[0]] if len(ends) else row
 
 
 def batches(key: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -147,15 +148,15 @@ class _Fill:
 def _write(
     model: Transformer,
     count: int,
-    stop: int | None,
+    stops: tuple[int, ...],
     pad: int,
     variables: Any,
     cache: Cache,
     token: jax.Array,
 ) -> tuple[jax.Array, Cache]:
     """Returns the next ``count`` tokens, int32 [B, count], and the cache."""
-    stops = None if stop is None else jnp.array([stop])
-    return decode(model, variables, cache, token, count, stop=stops, pad_id=pad)
+    stop = jnp.array(stops) if stops else None
+    return decode(model, variables, cache, token, count, stop=stop, pad_id=pad)
 
 
 def continuations(

@@ -227,8 +227,9 @@ def _by_name(params: Any) -> dict[str, list[Any]]:
 
 def _options_of_its_own(position: Encoding) -> dict[str, Any]:
     """Returns TAPE's options that are not the base's."""
-    tapes = [one for one in position.members if isinstance(one, Tape)]
-    return {k: x for tape in tapes[:1] for k, x in vars(tape).items() if k not in OF_THE_BASE}
+    tape = next((one for one in position.members if isinstance(one, Tape)), None)
+    own = {} if tape is None else vars(tape)
+    return {name: value for name, value in own.items() if name not in OF_THE_BASE}
 
 
 def computed_as(

@@ -139,21 +139,20 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelC
         require_known(name, hints, "model")
     stated = values.get("position", {})
     stated = {"kind": stated} if isinstance(stated, str) else dict(stated)
-    # A run's record has the encoding of each layer of a schedule.
-    whole = encoding_of(stated, task) if "encodings" in stated else None
-    wanted = whole
-    if adapt.method == "tape" and stated.get("kind") == "tape":
-        del stated["kind"]
-    if whole is None and adapt.method == "tape":
-        wanted = build(positions.Tape, _of_tape(stated), "model.position", "the encoding 'tape'")
-    elif whole is None and adapt.method == "encoding":
-        wanted = _in_place_of(base_model(adapt.base), stated, adapt, task)
     computed = {
         name: convert(values[name], hints[name], f"model.{name}")
         for name in adaptation.COMPUTED
         if name in values
     }
     base = dataclasses.replace(base_model(adapt.base), **computed)
+    # A run's record has the encoding of each layer of a schedule.
+    wanted = whole = encoding_of(stated, task) if "encodings" in stated else None
+    if whole is None and adapt.method == "tape":
+        if stated.get("kind") == "tape":
+            del stated["kind"]
+        wanted = build(positions.Tape, _of_tape(stated), "model.position", "the encoding 'tape'")
+    elif whole is None and adapt.method == "encoding":
+        wanted = _in_place_of(base, stated, adapt, task)
     model = _described(adapt, base, wanted)
     checked = {name: value for name, value in values.items() if name != "position"}
     found = _model_to_json(model)

@@ -179,7 +179,7 @@ def evaluate(
         trained.model,
         trained.variables,
         pad=codec.padding,
-        stop=codec.eos,
+        stops=codec.ends,
         batch_size=options.batch_size,
         chunk=options.chunk,
     )

@@ -281,7 +281,7 @@ class Scrolls(Tokenized):
             trained.model,
             trained.variables,
             pad=layout.pad,
-            stop=layout.stop,
+            stops=(layout.stop,),
             batch_size=options.batch_size,
             programs=programs,
         )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tape_jax.sharding import ShardingConfig
 from train.checks import require
 from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import fits
+from train.evaluation.continuations import before
 from train.files import json_object
 from train.training import runs
 
@@ -84,8 +84,7 @@ def load(
         trained = runs.restore_model(folder, sharding=given)
         task: Any = trained.experiment.task
         codec = getattr(task, "codec", None)
-        eos = getattr(codec, "eos", None)
-        ends: tuple[int, ...] = () if eos is None else (eos,)
+        ends = getattr(codec, "ends", ())
         steps = trained.step, trained.experiment.steps
         return Speaker(
             trained.model, trained.variables, task.encode, task.decode, ends, codec, steps
@@ -98,13 +97,13 @@ def load(
         f"{model.config.vocab_size}",
     )
     codec = task.codec
-    ends = _ends(folder, codec.eos, model.config.vocab_size)
+    ends = _ends(folder, codec, model.config.vocab_size)
     # As the tokenizer itself; runs see documents with their start token.
     encode = task.encode if codec.adds_bos else codec.encode
     return Speaker(model, variables, encode, task.decode, ends, codec)
 
 
-def _ends(folder: Path, eos: int | None, vocab_size: int) -> tuple[int, ...]:
+def _ends(folder: Path, codec: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """Returns the ids that end a text: the tokenizer's, and those of ``generation_config.json``."""
     path = folder / "generation_config.json"
     content = json_object(path.read_bytes()) if path.is_file() else {}
@@ -116,7 +115,7 @@ def _ends(folder: Path, eos: int | None, vocab_size: int) -> tuple[int, ...]:
         f"{path}: eos_token_id must be one or several integers; got {named!r}",
     )
     # Ids that the model lacks never come.
-    return tuple(dict.fromkeys(x for x in (eos, *named) if x is not None and 0 <= x < vocab_size))
+    return tuple(dict.fromkeys(x for x in (*codec.ends, *named) if 0 <= x < vocab_size))
 
 
 def _llama(
@@ -184,13 +183,9 @@ def stream(
         count = min(TOKENS_AT_ONCE, new - rows.shape[1])
         written, cache = step(variables, cache, last, count)
         last, rows = written[:, -1], np.concatenate([rows, written], axis=1)
-        yield [_before(row.tolist(), speaker.ends) for row in rows], cache
+        yield [before(speaker.ends, row).tolist() for row in rows], cache
         if np.isin(rows, speaker.ends).any(axis=1).all():
             return
-
-
-def _before(row: list[int], ends: Collection[int]) -> list[int]:
-    return list(itertools.takewhile(lambda token: token not in ends, row))
 
 
 def describe_cache(cache: Cache) -> str:

@@ -55,17 +55,17 @@ class Layers(Several):
         one = isinstance(given, str | Mapping | Encoding) or not isinstance(given, Sequence)
         entries = [given] if one else list(given)
         require(bool(entries), f"a schedule needs an encoding; got {given!r}")
-        pattern = [create(entry) for entry in entries]
+        made = [create(entry) for entry in entries]
         require(
             every is None or isinstance(every, Mapping),
             f"every must map numbers of layers to encodings; got {every!r}",
         )
         others = {positive("every", n): create(entry) for n, entry in (every or {}).items()}
-        length = math.lcm(len(pattern), *others)
-        pattern = [pattern[i % len(pattern)] for i in range(length)]
+        length = math.lcm(len(made), *others)
+        pattern = [made[i % len(made)] for i in range(length)]
         for n, other in sorted(others.items(), key=lambda item: item[0]):
             pattern[n - 1 :: n] = [other] * (length // n)
-        for entry in map(create, entries):
+        for entry in made:
             require(entry in pattern, f"every = {every} leaves no layer to {entry.kind!r}")
         set_field(self, "encodings", tuple(pattern))
         require(

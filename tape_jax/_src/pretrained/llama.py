@@ -377,13 +377,14 @@ def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, F
         f"known are {', '.join(sorted(known))}: {advice}",
     )
     found = writer_of(dataclasses.replace(c, **position_of(folded(c))), kind)
-    rope = main_rope(layers or [])
-    alike = position_of([layer._replace(rope=layer.rope and rope) for layer in layers or ()])
-    require(
-        found is not None or kind is None or not writer_of(dataclasses.replace(c, **alike), kind),
-        f"a checkpoint of the family {kind!r} has one rotation for all layers; the model has "
-        f"others in {encoding.kind!r}: {_rotations(layers or ())}; {advice}",
-    )
+    if found is None and kind is not None and layers is not None:
+        rope = main_rope(layers)
+        alike = position_of([layer._replace(rope=layer.rope and rope) for layer in layers])
+        require(
+            writer_of(dataclasses.replace(c, **alike), kind) is None,
+            f"a checkpoint of the family {kind!r} has one rotation for all layers; the model has "
+            f"others in {encoding.kind!r}: {_rotations(layers)}; {advice}",
+        )
     require(
         found is not None,
         f"{'no family of checkpoints has' if kind is None else f'the family {kind!r} has not'} "

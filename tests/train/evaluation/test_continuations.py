@@ -35,7 +35,7 @@ def test_are_those_of_all_at_once():
     stop = int(alone[1][1])
     wanted = [a[: [*a.tolist(), stop].index(stop)].tolist() for a in alone]
     calls = []
-    continuer = Continuer(model, variables, pad=PAD, stop=stop, batch_size=2, chunk=3)
+    continuer = Continuer(model, variables, pad=PAD, stops=(stop,), batch_size=2, chunk=3)
     found = continuations(
         continuer, prompts, 6, shapes=2, progress=lambda *call: calls.append(call)
     )
